@@ -1,0 +1,150 @@
+"""Shards give back what was written, appear whole or not at all, and name what is damaged."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan_lite.config import ConfigError
+from torchtitan_lite.data.shards import ShardWriter, TokenShards
+
+WriteShards = Callable[..., Path]
+
+
+def test_any_slice_over_any_number_of_files_is_what_was_written(write_shards: WriteShards) -> None:
+    tokens = np.random.default_rng(0).integers(0, 5000, 1050)
+    for tokens_a_shard in (7, 100, 1050, 5000):
+        folder = write_shards(tokens, tokens_a_shard=tokens_a_shard, name=f"shards{tokens_a_shard}")
+        shards = TokenShards(folder)
+        assert shards.num_tokens == 1050
+        assert len(list(folder.glob("*.bin"))) == -(-1050 // tokens_a_shard)
+        for start, stop in [(0, 1050), (0, 1), (99, 101), (95, 330), (1049, 1050), (5, 5)]:
+            read = shards.read(start, stop)
+            assert read.dtype == np.int64 and np.array_equal(read, tokens[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(65535, "uint16"), (65536, "uint32"), (200_000, "uint32")]
+)
+def test_ids_are_as_wide_as_the_vocabulary_needs(
+    write_shards: WriteShards, vocab_size: int, dtype: str
+) -> None:
+    shards = TokenShards(write_shards([0, vocab_size - 1, 3], vocab_size=vocab_size))
+    assert shards.index["dtype"] == dtype
+    assert shards.read(0, 3).tolist() == [0, vocab_size - 1, 3]
+
+
+def test_files_are_little_endian_and_the_index_counts_them(write_shards: WriteShards) -> None:
+    folder = write_shards([1, 258, 3], tokens_a_shard=2)
+    assert (folder / "tokens-00000.bin").read_bytes() == b"\x01\x00\x02\x01"
+    assert json.loads((folder / "index.json").read_text())["shards"] == [
+        {"file": "tokens-00000.bin", "num_tokens": 2, "max_token_id": 258},
+        {"file": "tokens-00001.bin", "num_tokens": 1, "max_token_id": 3},
+    ]
+
+
+def test_the_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    with ShardWriter(folder, vocab_size=10, tokenizer_sha256="", tokens_a_shard=2) as writer:
+        writer.add([1, 2, 3])
+        assert not folder.exists()
+    assert folder.exists() and [path.name for path in tmp_path.iterdir()] == ["shards"]
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyError),
+        ShardWriter(tmp_path / "a", vocab_size=10, tokenizer_sha256="") as writer,
+    ):
+        writer.add([1, 2, 3])
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_writers_of_one_folder_one_wins_and_both_succeed(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    with ShardWriter(folder, vocab_size=10, tokenizer_sha256="") as slow:
+        slow.add([1, 2, 3])
+        slow._temporary = slow._temporary.rename(tmp_path / "shards.tmp-other-1")
+        with ShardWriter(folder, vocab_size=10, tokenizer_sha256="") as quick:
+            quick.add([1, 2, 3])
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+    assert TokenShards(folder).num_tokens == 3
+
+
+def test_shards_travel_to_another_process_as_a_path(write_shards: WriteShards) -> None:
+    content = pickle.dumps(TokenShards(write_shards(range(5000), tokens_a_shard=5000)))
+    assert len(content) < 1000
+    assert pickle.loads(content).read(10, 12).tolist() == [10, 11]
+
+
+def test_an_odd_size_names_the_file_and_the_byte(write_shards: WriteShards) -> None:
+    folder = write_shards(range(250))
+    file = folder / "tokens-00001.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"tokens-00001\.bin is 199 bytes.*byte 198 is cut off"):
+        TokenShards(folder)
+
+
+def test_a_short_or_missing_file_is_named(write_shards: WriteShards) -> None:
+    folder = write_shards(range(250))
+    file = folder / "tokens-00002.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(ConfigError, match=r"tokens-00002\.bin holds 49 tokens, its index says 50"):
+        TokenShards(folder)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"tokens-00002\.bin is missing"):
+        TokenShards(folder)
+
+
+def test_an_id_outside_the_model_s_vocabulary_is_named_at_open(write_shards: WriteShards) -> None:
+    shards = TokenShards(write_shards([1] * 150 + [4000], vocab_size=5000))
+    shards.check_vocabulary(4001)
+    with pytest.raises(ConfigError, match=r"tokens-00001\.bin.*4000.*vocabulary of 4000") as error:
+        shards.check_vocabulary(4000)
+    assert str(error.value).startswith("training.dataset_path: ")
+
+
+def test_an_id_that_the_index_does_not_admit_is_named_when_it_is_read(
+    write_shards: WriteShards,
+) -> None:
+    folder = write_shards(range(250), vocab_size=300)
+    file = folder / "tokens-00001.bin"
+    content = bytearray(file.read_bytes())
+    content[41] = 0xFF  # the high byte of token 20
+    file.write_bytes(content)
+    shards = TokenShards(folder)
+    shards.read(0, 120)
+    with pytest.raises(ConfigError, match=r"tokens-00001\.bin holds token id 65400 at byte 40"):
+        shards.read(90, 130)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 2}',
+        '{"format": 1, "dtype": "float16"}',
+        '{"format": 1, "dtype": "uint16", "vocab_size": "many", "shards": []}',
+        '{"format": 1, "dtype": "uint16", "vocab_size": 10, "shards": [{"file": "a"}]}',
+        '{"format": 1, "dtype": "uint16", "vocab_size": 10, "shards": []}',
+    ],
+)
+def test_a_bad_or_empty_index_is_one_line_with_its_path(tmp_path: Path, content: str) -> None:
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(ConfigError) as error:
+        TokenShards(tmp_path, key="validation.dataset_path")
+    assert str(error.value).startswith(f"validation.dataset_path: {tmp_path}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_an_index_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"index\.json is missing"):
+        TokenShards(tmp_path / "absent")

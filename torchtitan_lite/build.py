@@ -1,0 +1,216 @@
+"""Configuration and mesh -> this rank's parts of the model, initialised and ready to run.
+
+    meta device -> cut into stages -> plans (parallel/apply.py) -> storage -> weights from the seed
+
+Training, evaluation and generation all come through here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan_lite.config import Config, num_stages
+from torchtitan_lite.config.derived import V_SCHEDULES
+from torchtitan_lite.loss import GlobalBatchLoss
+from torchtitan_lite.mesh import ParallelMesh
+from torchtitan_lite.models.config import ModelConfig
+from torchtitan_lite.models.decoder import Decoder
+from torchtitan_lite.models.init import canonical_name, draw_parameter
+from torchtitan_lite.parallel.apply import parallelize
+from torchtitan_lite.parallel.data import set_last_micro_batch
+from torchtitan_lite.parallel.pipeline import (
+    Pipeline,
+    TiedHead,
+    balanced_stages,
+    stages_of_rank,
+)
+
+
+@dataclass
+class ParallelModel:
+    """This rank's parts, and how a batch goes through them.
+
+    `named_parameters` maps canonical names to the parameters that are optimised, counted in the
+    norm and saved: every one but the copy of a tied head.
+    """
+
+    config: ModelConfig
+    parts: list[Decoder]
+    named_parameters: dict[str, nn.Parameter]
+    zero_stage: int
+    pipeline: Pipeline | None
+    tied_head: TiedHead | None
+
+    def run(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        loss: GlobalBatchLoss,
+        micro_batch_size: int,
+        train: bool,
+    ) -> None:
+        """Forward, and in training backward, of all this rank's rows (rows, seq).
+
+        `loss` collects the sums, on the rank of the last stage.
+        """
+        num_micro_batches = tokens.shape[0] // micro_batch_size
+        with torch.set_grad_enabled(train):
+            if self.pipeline is not None:
+                self.pipeline.run(
+                    tokens,
+                    labels,
+                    loss_fn=loss,
+                    num_micro_batches=num_micro_batches,
+                    train=train,
+                )
+            else:
+                for index in range(num_micro_batches):
+                    rows = slice(index * micro_batch_size, (index + 1) * micro_batch_size)
+                    self._run_micro_batch(
+                        tokens[rows], labels[rows], loss, index == num_micro_batches - 1, train
+                    )
+        if train and self.tied_head is not None:
+            self.tied_head.add_gradient_to_embedding()
+
+    def _run_micro_batch(
+        self, tokens: Tensor, labels: Tensor, loss: GlobalBatchLoss, last: bool, train: bool
+    ) -> None:
+        (part,) = self.parts
+        if train:
+            set_last_micro_batch(part, zero_stage=self.zero_stage, last=last)
+        share = loss(part(tokens, labels=labels))
+        if train:
+            share.backward()
+
+    def after_update(self) -> None:
+        """To be called whenever the parameters changed: by the optimizer or by a checkpoint."""
+        if self.tied_head is not None:
+            self.tied_head.copy_weight_to_head()
+
+
+def build_model(
+    config: Config, model_config: ModelConfig, mesh: ParallelMesh, device: torch.device
+) -> ParallelModel:
+    """This rank's parts on `device`, with the weights that `debug.seed` names."""
+    degrees, schedule = mesh.degrees, config.parallelism.pipeline_parallel_schedule
+    total = num_stages(config, model_config.num_hidden_layers) if degrees.pp > 1 else 1
+    modules = stage_modules(
+        model_config, total, given=config.parallelism.module_fqns_per_model_part
+    )
+    held = [0]
+    if degrees.pp > 1:
+        held = stages_of_rank(
+            schedule, pp_rank=mesh.place["pp"], pp_degree=degrees.pp, num_stages=total
+        )
+    dtype = getattr(torch, config.training.dtype)
+    storage = torch.device("cpu") if config.training.enable_cpu_offload else device
+    stages: dict[int, nn.Module] = {}
+    for index in held:
+        with torch.device("meta"):
+            part = Decoder(model_config, modules[index]).to(dtype)
+        _configure_loss(part, config)
+        parallelize(part, mesh, config)
+        part.to_empty(device=storage)
+        initialise(part, seed=config.debug.seed)
+        stages[index] = part
+    pipeline = None
+    if degrees.pp > 1:
+        cut = degrees.tp if config.parallelism.enable_sequence_parallel else 1
+        activation_dtype = getattr(torch, config.training.mixed_precision_param)
+        pipeline = Pipeline(
+            stages,
+            num_stages=total,
+            schedule=schedule,
+            group=mesh.pp.get_group(),
+            device=device,
+            activation=(model_config.hidden_size, activation_dtype, cut),
+        )
+    parts = [part for part in stages.values() if isinstance(part, Decoder)]
+    tied_head = _tied_head(model_config, pipeline, schedule, mesh)
+    return ParallelModel(
+        config=model_config,
+        parts=parts,
+        named_parameters=_named_parameters(parts, tied_head),
+        zero_stage=config.parallelism.zero_stage,
+        pipeline=pipeline,
+        tied_head=tied_head,
+    )
+
+
+def stage_modules(
+    config: ModelConfig, num_stages: int, *, given: list[list[str]] | None
+) -> list[list[str]]:
+    """The modules of each stage: as given, or balanced by the matmul parameters of each layer.
+
+    The head counts with its own parameters; the embedding, a lookup, counts nothing.
+    """
+    if given is not None:
+        return given
+    hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
+    layer = 2 * hidden * heads * config.head_dim + 3 * hidden * config.intermediate_size
+    cuts = balanced_stages(
+        [float(layer)] * config.num_hidden_layers,
+        num_stages,
+        last=float(hidden * config.padded_vocab_size),
+    )
+    modules = [[f"layers.{index}" for index in cut] for cut in cuts]
+    modules[0].insert(0, "embed_tokens")
+    modules[-1] += ["norm", "lm_head"]
+    return modules
+
+
+@torch.no_grad()
+def initialise(part: Decoder, *, seed: int) -> None:
+    """Fill every parameter of `part` from (seed, name), each rank cutting its own copy."""
+    for name, parameter in part.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        full = draw_parameter(
+            canonical_name(name, part.config),
+            parameter.shape,
+            part.config,
+            seed=seed,
+            device=local.device,
+        ).to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            full = distribute_tensor(
+                full, parameter.device_mesh, parameter.placements, src_data_rank=None
+            ).to_local()
+        local.copy_(full)
+
+
+def _configure_loss(part: Decoder, config: Config) -> None:
+    if part.lm_head is not None:
+        part.lm_head.token_loss.num_chunks = config.loss.num_chunks
+        part.lm_head.token_loss.z_loss_weight = config.loss.z_loss_weight
+
+
+def _tied_head(
+    config: ModelConfig, pipeline: Pipeline | None, schedule: str, mesh: ParallelMesh
+) -> TiedHead | None:
+    if pipeline is None or not config.tie_word_embeddings:
+        return None
+    first, last = pipeline.stages.get(0), pipeline.stages.get(pipeline.num_stages - 1)
+    head_rank = 0 if schedule in V_SCHEDULES else mesh.degrees.pp - 1
+    return TiedHead(
+        None if first is None else first.embed_tokens.weight,  # type: ignore[union-attr, arg-type]
+        None if last is None else last.lm_head.weight,  # type: ignore[union-attr, arg-type]
+        group=pipeline.group,
+        embedding_rank=0,
+        head_rank=head_rank,
+    )
+
+
+def _named_parameters(parts: list[Decoder], tied_head: TiedHead | None) -> dict[str, nn.Parameter]:
+    copy = None if tied_head is None else tied_head.head
+    named: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter is not copy:
+                assert name not in named, name
+                named[name] = parameter
+    return named

@@ -1,0 +1,1 @@
+"""What a run leaves on disk, and how any other run takes it up."""

@@ -1,0 +1,82 @@
+"""All ranks hear the same news.
+
+A checkpoint is work of all ranks on one folder. If one of them cannot write its file, the others
+must learn it at the same point: a rank that raises alone leaves the rest waiting in their next
+collective until the group's timeout. So each piece of local work runs inside `agree`, which
+exchanges what came of it:
+
+    every rank succeeds   -> every rank gets the list of all results, in rank order
+    any rank raises       -> every rank raises the same error, which names the rank and the cause
+
+Proven in tests/checkpoint/test_agreement.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from torchtitan_lite.config import ConfigError
+
+Result = TypeVar("Result")
+
+
+class CheckpointError(RuntimeError):
+    """A save or a load failed; all ranks raise the same, and its message names the folder."""
+
+
+def agree(work: Callable[[], Result], *, doing: str, group: dist.ProcessGroup) -> list[Result]:
+    """Run `work()` on every rank of `group`; return all results in rank order, on every rank.
+
+    A collective of `group`, which must carry CPU tensors; results must be picklable and small.
+    Raises CheckpointError on every rank when `work` raises on any, saying what was being done
+    (`doing`), on which rank, and why; ConfigError instead where the failure is one.
+    """
+    kind: str = "done"
+    result: Result | str
+    cause: Exception | None = None
+    try:
+        result = work()
+    except (ConfigError, CheckpointError) as error:  # their messages are complete already
+        cause, kind, result = error, type(error).__name__, str(error)
+    except Exception as error:
+        text = f"{doing}: rank {dist.get_rank(group)}: {type(error).__name__}: {error}"
+        cause, kind, result = error, "CheckpointError", text
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, (kind, result), group=group)
+    failures = [(kind, text) for kind, text in outcomes if kind != "done"]
+    if failures:
+        kind, message = failures[0]
+        others = len({text for _, text in failures}) - 1
+        message += f" (and {others} more failures)" if others else ""
+        raise (ConfigError if kind == "ConfigError" else CheckpointError)(message) from cause
+    return [result for _, result in outcomes]
+
+
+def on_first_rank(work: Callable[[], Result], *, doing: str, group: dist.ProcessGroup) -> Result:
+    """Run `work()` on rank 0 of `group` alone; every rank returns its result, or raises its error.
+
+    What rank 0 sees of a folder is what counts: two ranks that list it at different moments could
+    decide differently.
+    """
+
+    def on_this_rank() -> Result | None:
+        return work() if dist.get_rank(group) == 0 else None
+
+    return agree(on_this_rank, doing=doing, group=group)[0]  # type: ignore[return-value]
+
+
+def through_dcp(call: Callable[[], Any], *, doing: str) -> None:
+    """Run a DCP call; turn its CheckpointException into a CheckpointError with the first cause.
+
+    CheckpointException derives from BaseException, so that `except Exception` misses it, and its
+    text is a page of tracebacks. DCP raises it on all ranks.
+    """
+    try:
+        call()
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}") from cause

@@ -1,0 +1,187 @@
+"""What a checkpoint holds: a flat dictionary from names to tensors.
+
+    embed_tokens.weight                               weights: Hugging Face names, no prefix
+    optimizer.state.embed_tokens.weight.exp_avg       whatever the optimizer holds for a weight
+    optimizer.state.embed_tokens.weight.step
+    trainer.step                                      training scalars, as 0-d tensors
+    dataloader.consumed_samples
+
+No rank, stage, group or parameter order is in a name, so a rank of any mesh asks for the names it
+holds, and DCP cuts the tensors as its DTensors say. Learning rates and other hyper-parameters are
+not state: they come from the configuration, and a saved copy could only disagree with it.
+
+A tied head on the last pipeline stage goes by the name of the embedding. Both stages offer the
+same shards, DCP writes each once, and a load fills both.
+
+The tensors are the live ones: DCP copies into them. Only an optimizer that has not stepped yet has
+none; `materialise_state` gives it some. Proven in tests/checkpoint/test_state.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+State = dict[str, Tensor]
+
+OPTIMIZER, TRAINER, DATALOADER = "optimizer.", "trainer.", "dataloader."
+# Names that checkpoint.exclude_from_loading knows, and how the keys of each part begin. The model
+# is what is left.
+PART_PREFIXES = {"optimizer": OPTIMIZER, "train_state": TRAINER, "dataloader": DATALOADER}
+PARTS = ("model", *PART_PREFIXES)
+
+# A step with zero gradients under these leaves each weight as it is, bit by bit: eps must not be 0,
+# or 0 / (sqrt(0) + eps) is NaN.
+_HARMLESS = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0}
+
+
+def is_model_key(key: str) -> bool:
+    """Whether `key` names a weight or buffer of the model."""
+    return not key.startswith(tuple(PART_PREFIXES.values()))
+
+
+def is_excluded(key: str, entry: str) -> bool:
+    """Whether `entry` of checkpoint.exclude_from_loading covers `key`.
+
+    An entry is one of PARTS or the name of a module or weight; the latter covers the optimizer's
+    state of these weights too, which would be stale beside other values.
+    """
+    if entry == "model":
+        return is_model_key(key)
+    if entry in PART_PREFIXES:
+        return key.startswith(PART_PREFIXES[entry])
+    key = key.removeprefix(f"{OPTIMIZER}state.")
+    return key == entry or key.startswith(f"{entry}.")
+
+
+def model_state(named_parameters: Mapping[str, Tensor]) -> State:
+    """This rank's weights (and buffers, if given) by canonical name, sharing their memory."""
+    reserved = [name for name in named_parameters if not is_model_key(name)]
+    assert not reserved, f"names of other parts of a checkpoint: {reserved}"
+    return {name: parameter.detach() for name, parameter in named_parameters.items()}
+
+
+def optimizer_state(optimizer: Optimizer, named_parameters: Mapping[str, nn.Parameter]) -> State:
+    """The optimizer's state as `optimizer.state.<fqn>.<name>`, sharing the memory of its tensors.
+
+    A plain number in the state becomes a 0-d tensor: call `restore_optimizer_state` after a load.
+    """
+    return {
+        f"{OPTIMIZER}state.{fqn}.{name}": _as_tensor(value)
+        for fqn, name, value, _ in _entries(optimizer, named_parameters)
+    }
+
+
+def restore_optimizer_state(
+    optimizer: Optimizer, named_parameters: Mapping[str, nn.Parameter], loaded: Mapping[str, Tensor]
+) -> None:
+    """Hand what was loaded into `optimizer_state(...)` back to the optimizer.
+
+    DCP has filled the tensors in place; plain numbers, and tensors that are copies, come from
+    `loaded`. Names that `loaded` lacks stay as they are.
+    """
+    for fqn, name, value, of_parameter in list(_entries(optimizer, named_parameters)):
+        found = loaded.get(f"{OPTIMIZER}state.{fqn}.{name}")
+        if found is None or found is value:
+            continue
+        if isinstance(value, Tensor):
+            value.copy_(found)
+        else:
+            of_parameter[name] = type(value)(found.item())
+
+
+def _entries(
+    optimizer: Optimizer, named_parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """(fqn, name, value, the parameter's own state) for each value that the optimizer holds."""
+    fqn_of: dict[Tensor, str] = {parameter: fqn for fqn, parameter in named_parameters.items()}
+    for parameter, of_parameter in optimizer.state.items():
+        assert parameter in fqn_of, "the optimizer holds a parameter that has no name"
+        for name, value in of_parameter.items():
+            if value is None:  # SGD without momentum
+                continue
+            if isinstance(value, DTensor):
+                # Each rank's summand would be saved as if it were the sum.
+                partial = any(placement.is_partial() for placement in value.placements)
+                assert not partial, f"{name} of {fqn_of[parameter]} is an unreduced sum"
+            yield fqn_of[parameter], name, value, of_parameter
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    assert isinstance(value, (bool, int, float)), f"neither a tensor nor a number: {value!r}"
+    # Double holds each Python float exactly; an int becomes int64.
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def materialise_state(optimizer: Optimizer) -> None:
+    """Give an optimizer that has not stepped the state of step 0, for a load to fill.
+
+    Works for any torch optimizer: it makes one step with zero gradients, a learning rate and a
+    decay of 0. Weights stay bitwise as they are, gradients end as None, hyper-parameters as they
+    were. Parameters that have state keep it; frozen ones get none.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    unborn = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
+    if not unborn:
+        return
+    kept = [
+        {name: group[name] for name in _HARMLESS if name in group}
+        for group in optimizer.param_groups
+    ]
+    try:
+        for group, values in zip(optimizer.param_groups, kept, strict=True):
+            for name, value in values.items():
+                harmless = _HARMLESS[name]
+                is_tensor = isinstance(value, Tensor)
+                group[name] = torch.full_like(value, harmless) if is_tensor else harmless
+        for parameter in parameters:
+            parameter.grad = None  # whoever has state, or is frozen, takes no part in the step
+        for parameter in unborn:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for group, values in zip(optimizer.param_groups, kept, strict=True):
+            group.update(values)
+        optimizer.zero_grad(set_to_none=True)
+    for parameter in unborn:
+        # Zero gradients leave moments as they were born; only the count has moved.
+        of_parameter = optimizer.state.get(parameter, {})
+        if isinstance(of_parameter.get("step"), Tensor):
+            of_parameter["step"].zero_()
+        elif "step" in of_parameter:
+            of_parameter["step"] = 0
+
+
+def train_state(values: Mapping[str, int | float], *, part: str = "train_state") -> State:
+    """Training scalars as 0-d tensors (int64, float64), for a save, or for a load to fill.
+
+    `part` is "train_state" (keys `trainer.<name>`) or "dataloader" (keys `dataloader.<name>`).
+    """
+    return {f"{PART_PREFIXES[part]}{name}": _as_tensor(value) for name, value in values.items()}
+
+
+def read_train_state(
+    state: Mapping[str, Tensor], *, part: str = "train_state"
+) -> dict[str, int | float]:
+    """The scalars that `train_state` made, by name."""
+    prefix = PART_PREFIXES[part]
+    return {
+        key.removeprefix(prefix): tensor.item()
+        for key, tensor in state.items()
+        if key.startswith(prefix)
+    }
+
+
+def cast_state(state: Mapping[str, Tensor], dtype: torch.dtype) -> State:
+    """`state` with its floating-point tensors in `dtype` (copies where they differ)."""
+    return {
+        key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for key, tensor in state.items()
+    }

@@ -1,0 +1,183 @@
+"""Which rows a step reads: arithmetic on one integer.
+
+Samples are numbered without end, and a global batch is the next G of them. Sample g is row
+`permutation_of_epoch(i)` of the source, where epoch, i = divmod(g, number of rows):
+
+    sample   0 1 2 3 4 5 6 | 7 8 9 ...        7 rows: epoch 0, then epoch 1 in another order
+    batch    [0 1 2 3][4 5 6   7][8 9 ...     G = 4; a batch may lie across two epochs
+    rank       0   1    0   1                 2 batch ranks: each a block of G / 2
+
+The mesh decides who reads a sample and never which samples a step has. So the whole state is
+`consumed_samples`, the samples of the batches handed out; it means the same for any number of
+ranks, workers and rows in a batch, and all of these may differ after a resume.
+
+Worker processes read ahead. What they have read and nobody asked for is no part of the state.
+
+Proven in tests/data/test_loader.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchtitan_lite.config import ConfigError
+from torchtitan_lite.data.order import permute
+from torchtitan_lite.data.sources import IGNORE_LABEL, Source
+
+# torchdata asks each worker for a state every so many batches; ours is one integer, kept here.
+NEVER = 1 << 62
+
+
+class Batch(NamedTuple):
+    """Rows of one rank."""
+
+    tokens: Tensor  # (rows, seq_len) int64
+    labels: Tensor  # (rows, seq_len) int64, IGNORE_LABEL where there is none
+
+
+class Loader:
+    """An endless iterator over this rank's share of each global batch.
+
+    `global_batch_size` counts rows over all ranks and is a multiple of `batch_degree`. With
+    `num_workers` > 0 that many processes keep `prefetch_factor` batches each ready.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        global_batch_size: int,
+        batch_rank: int,
+        batch_degree: int,
+        seed: int,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        shuffle: bool = True,
+    ) -> None:
+        assert global_batch_size % batch_degree == 0, (global_batch_size, batch_degree)
+        assert 0 <= batch_rank < batch_degree, (batch_rank, batch_degree)
+        self._source = source
+        self._global_batch_size = global_batch_size
+        self._rows_a_rank = global_batch_size // batch_degree
+        self._first = batch_rank * self._rows_a_rank
+        self._seed = seed
+        self._num_workers = num_workers
+        self._prefetch_factor = prefetch_factor
+        self._shuffle = shuffle
+        self._batches: Iterator[Batch] | None = None
+        self.consumed_samples = 0
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            rows = self._rows_from(self.consumed_samples)
+            if self._num_workers > 0:
+                self._batches = self._read_ahead(rows)
+            else:
+                self._batches = (_collate([self._source[row] for row in batch]) for batch in rows)
+        batch = next(self._batches)
+        self.consumed_samples += self._global_batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """All there is to know: samples of the global batches handed out so far."""
+        return {"consumed_samples": self.consumed_samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind the batches that `state` counts; this loader's batch size may differ."""
+        self.close()
+        self.consumed_samples = int(state["consumed_samples"])
+
+    def close(self) -> None:
+        """End the workers. The next batch, if one is asked for, starts them again."""
+        self._batches = None  # the last reference: torch ends the workers with it
+
+    def _rows_from(self, consumed_samples: int) -> Iterator[list[int]]:
+        """Row numbers of this rank's share of one global batch after the other."""
+        while True:
+            first = consumed_samples + self._first
+            yield sample_rows(
+                np.arange(first, first + self._rows_a_rank),
+                num_rows=len(self._source),
+                seed=self._seed,
+                shuffle=self._shuffle,
+            ).tolist()
+            consumed_samples += self._global_batch_size
+
+    def _read_ahead(self, rows: Iterator[list[int]]) -> Iterator[Batch]:
+        try:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+        except ImportError as error:
+            raise ConfigError(
+                f"training.dataloader.num_workers = {self._num_workers}: worker processes need "
+                "the package torchdata, which is not installed; pip install it or use 0"
+            ) from error
+        loader: Any = StatefulDataLoader(
+            self._source,
+            batch_sampler=rows,
+            collate_fn=_collate,
+            num_workers=self._num_workers,
+            prefetch_factor=self._prefetch_factor,
+            # Workers read files and do arithmetic: fork starts them without importing again.
+            multiprocessing_context="fork",
+            # Its own generator: reading ahead must not move the random numbers of training.
+            generator=torch.Generator(),
+            snapshot_every_n_steps=NEVER,
+        )
+        return iter(loader)
+
+
+def sample_rows(
+    samples: NDArray[np.int64], *, num_rows: int, seed: int, shuffle: bool
+) -> NDArray[np.int64]:  # same shape
+    """The row of each sample; over an epoch, every row once."""
+    epochs, indices = np.divmod(samples, num_rows)
+    if not shuffle:
+        return indices
+    rows = np.empty_like(indices)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        rows[chosen] = permute(indices[chosen], num_rows, seed=seed, epoch=int(epoch))
+    return rows
+
+
+def held_out_batches(
+    source: Source,
+    *,
+    batch_rank: int,
+    batch_degree: int,
+    local_batch_size: int,
+    num_batches: int = -1,
+) -> Iterator[Batch]:
+    """This rank's batches of a validation: rows in their own order, every row once.
+
+    All ranks get the same number of batches, so that none waits for another in a collective;
+    rows that fill up the last ones have no label and so no weight. `num_batches` >= 0 ends
+    earlier. Nothing is kept from one call to the next.
+    """
+    num_rows = len(source)
+    rows_a_batch = local_batch_size * batch_degree
+    available = -(-num_rows // rows_a_batch)
+    wanted = available if num_batches < 0 else min(num_batches, available)
+    for batch in range(wanted):
+        first = batch * rows_a_batch + batch_rank * local_batch_size
+        rows = range(first, first + local_batch_size)
+        yield _collate([source[row] if row < num_rows else _filler(source) for row in rows])
+
+
+def _filler(source: Source) -> tuple[Tensor, Tensor]:
+    tokens, labels = source[0]
+    return torch.zeros_like(tokens), torch.full_like(labels, IGNORE_LABEL)
+
+
+def _collate(rows: list[tuple[Tensor, Tensor]]) -> Batch:
+    tokens, labels = zip(*rows, strict=True)
+    return Batch(torch.stack(tokens), torch.stack(labels))

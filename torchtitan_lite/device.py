@@ -1,0 +1,230 @@
+"""All that differs between an accelerator and a CPU.
+
+The same program trains on a GPU cluster and on a laptop. What is not the same there (the name of
+the collective backend, where memory is counted, which peak a device can reach) is asked from
+this file, so that no other file needs an `if` about the device. Apart from `ops/`, this is the
+only file that names cuda; ROCm devices go by that name in torch too.
+
+    question              accelerator                        CPU
+    collectives           nccl, xccl                         gloo
+    memory_gib            peak of torch's allocator          peak resident size of the process
+    peak_flops            a table of data sheets             None: then no MFU is shown
+    memory history        recorded, dumped as a pickle       none
+
+Proven in tests/test_device.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import random
+import re
+import resource
+import sys
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+GIB = 1024**3
+
+
+def device_type() -> str:
+    """The kind of device that this process trains on: "cuda", another accelerator's, or "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # mps is passed over: its collectives are gloo's, which reads host memory only.
+    return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
+
+
+def local_device(local_rank: int) -> torch.device:
+    """The device of the machine's `local_rank`-th process; raises ValueError if there is none."""
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no device: this machine has {count} of type {kind}; "
+            f"start at most {count} processes on it (torchrun --nproc_per_node {count})"
+        )
+    return torch.device(kind, local_rank)
+
+
+def set_device(device: torch.device) -> None:
+    """Make `device` the current one of this process."""
+    torch.get_device_module(device).set_device(device)
+
+
+def synchronize() -> None:
+    """Wait for all work queued on the current device; on CPU nothing is ever queued."""
+    if device_type() != "cpu":
+        torch.accelerator.synchronize()
+
+
+def device_name() -> str:
+    """The name that `peak_flops` looks up, for example "NVIDIA H100 80GB HBM3"."""
+    kind = device_type()
+    if kind == "cpu":
+        return platform.processor() or platform.machine() or "cpu"
+    return str(torch.get_device_module(kind).get_device_name())
+
+
+def backend(device_type: str, *, cpu_offload: bool = False) -> str:
+    """The collective backend(s) for `init_process_group`.
+
+    With `cpu_offload` gradients are reduced and clipped where they lie, in host memory, so the
+    group needs gloo beside the device's own backend.
+    """
+    name = str(dist.get_default_backend_for_device(device_type))
+    if device_type == "cpu" or not cpu_offload:
+        return name
+    return f"cpu:gloo,{device_type}:{name}"
+
+
+def supports_fused_optimizer(device_type: str) -> bool:
+    """Whether torch has the single-kernel ("fused") optimizer steps for this kind of device."""
+    return device_type in ("cpu", "cuda", "xpu")
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def memory_gib(*, allocated: bool = False) -> float:
+    """Peak memory of this rank in GiB.
+
+    On an accelerator: what torch's allocator reserved at most since the last reset (what an
+    out-of-memory error is about), or with `allocated` what live tensors took of it at most. On
+    CPU: the peak resident size of the process since its start, which nothing resets.
+    """
+    if device_type() != "cpu":
+        if allocated:
+            return torch.accelerator.max_memory_allocated() / GIB
+        return torch.accelerator.max_memory_reserved() / GIB
+    peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bytes_per_unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return peak_rss * bytes_per_unit / GIB
+
+
+def reset_peak_memory() -> None:
+    """Begin a fresh peak for `memory_gib`; without effect on CPU."""
+    if device_type() != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def supports_memory_history() -> bool:
+    """Whether `record_memory_history` works here: the CPU's allocator keeps none."""
+    return device_type() == "cuda"
+
+
+def record_memory_history(max_entries: int | None) -> None:
+    """Keep the last `max_entries` allocations and frees with their stacks; None stops it."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write the recorded history as a pickle that https://pytorch.org/memory_viz draws."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+# --- peak FLOPs -------------------------------------------------------------------------------
+
+# Dense bf16 matrix FLOP/s from the makers' data sheets (which often print twice as much: with
+# 2:4 sparsity). The whole name must match: a MIG slice ("... MIG 1g.10gb"), a virtual GPU
+# ("... A100-40C") and a laptop part carry a big sibling's name and reach a fraction of its peak.
+_PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
+    (r"NVIDIA B200", 2250e12),
+    (r"NVIDIA H200", 989.4e12),
+    (r"NVIDIA H200 NVL", 835.5e12),
+    (r"NVIDIA GH200( \d+GB?( HBM3e?)?)?", 989.4e12),
+    (r"NVIDIA H(100|800)( SXM5)?( \d+GB)?( HBM3)?", 989.4e12),
+    (r"NVIDIA H(100|800) PCIe", 756e12),
+    (r"NVIDIA H100 NVL", 835.5e12),
+    (r"NVIDIA H20", 148e12),
+    (r"(NVIDIA )?A[18]00-(SXM4|SXM|PCIE)-\d+GB", 312e12),
+    (r"(NVIDIA )?A[18]00 \d+GB PCIe", 312e12),
+    (r"NVIDIA L40S", 362.05e12),
+    (r"AMD Instinct MI355X", 2516.6e12),
+    (r"AMD Instinct MI3(00|25)X", 1307.4e12),
+    (r"AMD Instinct MI250X", 191.5e12),  # torch sees each of its two dies as a device
+)
+
+
+def peak_flops(device_name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+    """Peak dense matrix FLOP/s of one device in `dtype`; None where it is not known.
+
+    Half precision only: what a device reaches in fp32 depends on whether TF32 is allowed. None
+    is never replaced by a likely number, because an MFU against the wrong peak looks right.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    for pattern, peak in _PEAK_BF16_FLOPS:
+        if re.fullmatch(pattern, device_name):
+            return peak
+    return None
+
+
+# --- randomness, determinism, garbage ----------------------------------------------------------
+
+
+def seed_all(seed: int) -> None:
+    """Seed the default generators of Python and of torch on every device of this process."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def make_deterministic() -> None:
+    """Make equal runs bitwise equal, at a cost in speed; call it before the first operator.
+
+    Operators without a deterministic form raise from then on, instead of differing silently.
+    """
+    # Read by cuBLAS when its handle is made: a workspace of fixed size gives one reduction order.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False  # benchmarking may choose another kernel each run
+
+
+class GarbageCollection:
+    """Python's garbage collector on a fixed beat, the same on every rank.
+
+    Left alone, each rank collects at a moment of its own and all others wait for it in the next
+    collective. Here automatic collection is off and every `freq`-th step collects the young
+    generations (1), which is short; what was built before training is collected once, fully.
+
+        with GarbageCollection(50) as garbage:
+            for step in steps:
+                garbage.step(step)
+    """
+
+    def __init__(self, freq: int) -> None:
+        assert freq > 0, freq
+        self.freq = freq
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()
+
+    def step(self, step: int) -> None:
+        """Collect if `step` is a multiple of the frequency."""
+        if step % self.freq == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        """Give automatic collection back."""
+        if self._was_enabled:
+            gc.enable()
+
+    def __enter__(self) -> GarbageCollection:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

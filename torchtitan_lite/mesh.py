@@ -1,0 +1,122 @@
+"""The one DeviceMesh.
+
+Every rank has one coordinate on five axes, outermost first:
+
+    rank = (((pp * DR + dr) * DS + ds) * CP + cp) * TP + tp
+
+tp is innermost because its collectives are on the critical path of every layer and must stay
+inside a node; pp is outermost because it sends the least. Everything else is a view of this
+one mesh, so a tensor sharded on one view and a tensor sharded on another agree on who is where:
+
+    data    (pp, batch, cp, tp)               batch = dr x ds: who reads which rows
+    dense   (pp, dp_replicate, fsdp, tp)      fsdp = ds x cp: who shards the dense parameters
+
+The data view needs no communicator of its own: it is read as coordinates. Sums over all ranks
+that hold a share of the loss run on the world group, each share contributed once
+(`owns_data`). Flattening and unflattening meshes is private API of torch: it stays in this file.
+Proven in tests/test_mesh.py for every factorisation of 8 and 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The size of each axis of the mesh; their product is the world."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def batch(self) -> int:
+        """How many ranks read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Over how many ranks a dense parameter is sharded."""
+        return self.dp_shard * self.cp
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The place of `rank` on each of the five axes."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return {axis: place[axis] for axis in AXES}
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """This rank's place, and the communicators of the dense view.
+
+    Sub-meshes are cut once here: indexing a DeviceMesh does real work at each call.
+    """
+
+    degrees: Degrees
+    rank: int
+    pp: DeviceMesh
+    tp: DeviceMesh
+    fsdp: DeviceMesh  # 1-D (fsdp), or 2-D (dp_replicate, fsdp) when parameters are replicated
+
+    @property
+    def place(self) -> dict[str, int]:
+        return self.degrees.coordinate(self.rank)
+
+    @property
+    def batch_rank(self) -> int:
+        """Which block of the global batch's rows this rank reads."""
+        return self.place["dp_replicate"] * self.degrees.dp_shard + self.place["dp_shard"]
+
+    @property
+    def owns_data(self) -> bool:
+        """True on exactly one of the tp ranks that see the same tokens."""
+        return self.place["tp"] == 0
+
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.degrees.world // self.degrees.pp
+
+
+def build_mesh(degrees: Degrees, device_type: str, rank: int) -> ParallelMesh:
+    """The views of the one world mesh; the default process group must be up.
+
+    Every axis exists, also those of size 1, so that no caller asks whether it does.
+    """
+    world = init_device_mesh(device_type, (degrees.world,), mesh_dim_names=("world",))
+    dense = world._unflatten(
+        0,
+        (degrees.pp, degrees.dp_replicate, degrees.fsdp, degrees.tp),
+        ("pp", "dp_replicate", "fsdp", "tp"),
+    )
+    hybrid = degrees.dp_replicate > 1
+    return ParallelMesh(
+        degrees=degrees,
+        rank=rank,
+        pp=dense["pp"],
+        tp=dense["tp"],
+        fsdp=dense["dp_replicate", "fsdp"] if hybrid else dense["fsdp"],
+    )
+
+
+def set_timeout(mesh: ParallelMesh, seconds: float) -> None:
+    """From here on, a collective of any group of this rank that takes longer is an error."""
+    groups = {dist.group.WORLD}
+    for view in (mesh.pp, mesh.tp, mesh.fsdp):
+        groups.update(view.get_all_groups())
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

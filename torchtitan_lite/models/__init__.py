@@ -1,0 +1,1 @@
+"""Plain single-device modules: nothing here knows of meshes, stages or ranks."""

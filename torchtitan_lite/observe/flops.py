@@ -1,0 +1,66 @@
+"""How many FLOPs a token costs, and which share of the device's peak a run reaches (MFU).
+
+A matrix product with P parameters costs a token 2P FLOPs forward (a multiplication and an
+addition each) and twice that backward (one product for the input's gradient, one for the
+weight's): 6P. Attention multiplies no parameters, but each token's query meets all seq_len keys
+and values: 2 products forward, so 12 * seq_len * heads * head_dim a layer with the backward.
+This is the count of PaLM, appendix B (https://arxiv.org/abs/2204.02311).
+
+It counts the work that the model asks for, not the work that is done: activations that are
+recomputed count once, rows that pad the vocabulary count nothing. That makes MFU comparable
+between runs, and lower for whoever recomputes.
+
+Proven in tests/observe/test_flops.py against torch's FlopCounterMode, to the last FLOP.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ModelShape(Protocol):
+    """What the count needs to know of a model; the names are Hugging Face's."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def flops_per_token(model: ModelShape, seq_len: int) -> float:
+    """FLOPs of forward and backward for one token of a sequence of `seq_len` tokens.
+
+    Matrix parameters are q, k, v, o, gate, up, down of each layer and the output head (also where
+    it is tied to the embedding); the embedding itself is a lookup and costs none. Norms,
+    activations and the softmax are left out, as everywhere.
+
+    The causal mask gets no discount, although a kernel may skip the half that is masked: PaLM's
+    appendix B counts the full square and so do the MFU numbers that others publish.
+    """
+    query_size = model.num_attention_heads * model.head_dim
+    key_value_size = model.num_key_value_heads * model.head_dim
+    attention = model.hidden_size * (2 * query_size + 2 * key_value_size)  # q, o and k, v
+    mlp = 3 * model.hidden_size * model.intermediate_size  # gate, up, down
+    head = model.hidden_size * model.vocab_size
+    matmul_parameters = model.num_hidden_layers * (attention + mlp) + head
+    scores = 12 * model.num_hidden_layers * query_size * seq_len
+    return float(6 * matmul_parameters + scores)
+
+
+def mfu(
+    *, tokens_per_second_per_device: float, flops_per_token: float, peak_flops: float | None
+) -> float | None:
+    """Model FLOPs utilisation: the share (0 to 1) of a device's peak; None without a known peak."""
+    if peak_flops is None:
+        return None
+    return tokens_per_second_per_device * flops_per_token / peak_flops

@@ -1,0 +1,1 @@
+"""What happens to gradients and weights at the end of a step: schedule, norm and clip, update."""

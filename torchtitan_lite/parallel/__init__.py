@@ -1,0 +1,1 @@
+"""What turns a plain model into this rank's part of it; one verb a file."""

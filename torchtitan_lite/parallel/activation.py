@@ -1,0 +1,70 @@
+"""Activation checkpointing: what a layer keeps for its backward, and what it computes again.
+
+    none         keep everything
+    full         keep a layer's input, recompute the rest
+    selective n  "full" on every n-th layer
+    selective op keep attention, the reduced outputs and every second matmul; recompute the rest
+
+The layer's `forward` is wrapped in place instead of the module, so no parameter changes its name.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_DEAR = {  # outputs that cost much to compute again, or a collective
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+}
+
+
+def apply_activation_checkpointing(model: nn.Module, *, mode: str, selective_option: str) -> None:
+    """Wrap the forward of the layers of `model` that `mode` chooses."""
+    if mode == "none":
+        return
+    every_op = mode == "selective" and selective_option == "op"
+    stride = 1 if mode == "full" or every_op else int(selective_option)
+    for index, layer in model.layers.items():  # type: ignore[operator, union-attr]
+        # By the layer's index in the whole model, so that stages do not change the choice.
+        if int(index) % stride:
+            continue
+        context = {"context_fn": _contexts_of_one_forward} if every_op else {}
+        # The rng state need not travel: no operation of a layer draws random numbers.
+        layer.forward = partial(
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **context,
+        )
+
+
+def _contexts_of_one_forward() -> Any:
+    """Forward and recomputation count their matmuls apart, each from zero."""
+    seen = {"forward": 0, "recompute": 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _DEAR:
+            return CheckpointPolicy.MUST_SAVE
+        if op in _MATMULS:
+            phase = "recompute" if context.is_recompute else "forward"
+            seen[phase] += 1
+            if seen[phase] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,83 @@
+"""Data parallelism: FSDP2 in four strengths, through `zero_stage`.
+
+    stage   gradients and moments   parameters between forward and backward   a step communicates, per group
+    3       sharded                 resharded after each layer's forward      2 gathers + 1 scatter a micro-batch
+    2       sharded                 kept until backward                       1 gather + 1 scatter a micro-batch
+    1       sharded                 kept for all micro-batches, accumulated   1 gather + 1 scatter
+            (moments)               locally
+    0       replicated              replicated                                1 all-reduce
+
+A group is the embedding, a layer, or norm and head together; the last is needed at once in
+backward and never resharded between. In stage 0 the mesh has all its data ranks on `dp_replicate`
+and a shard size of 1. Every model is wrapped, on a mesh of one too: mixed precision then acts on
+every mesh, and every parameter is a DTensor.
+
+Gradients are summed, never averaged: the loss is already divided by the global token count, and
+nothing else divides. Proven in tests/parity/ and tests/parallel/test_collective_counts.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+
+
+def apply_data_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    zero_stage: int,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool = False,
+) -> None:
+    """Shard `model` over `mesh`: 1-D (fsdp), or 2-D (dp_replicate, fsdp).
+
+    Computes in `param_dtype` and reduces gradients in `reduce_dtype`.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        # Inputs are not cast: the embedding's output has the right dtype already, and the rotary
+        # angles of far positions need fp32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        ),
+    }
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    reshard = zero_stage == 3
+    ends = [part for part in (model.norm, model.lm_head) if part is not None]
+    tied = model.lm_head is not None and model.embed_tokens is not None
+    tied = tied and model.lm_head.weight is model.embed_tokens.weight  # type: ignore[union-attr]
+    if tied:
+        ends.insert(0, model.embed_tokens)  # one weight, one group: two would untie it in silence
+    elif model.embed_tokens is not None:
+        fully_shard(model.embed_tokens, reshard_after_forward=reshard, **options)  # type: ignore[arg-type]
+    for layer in model.layers.values():  # type: ignore[operator, union-attr]
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    if ends:
+        fully_shard(ends, reshard_after_forward=False, **options)  # type: ignore[arg-type]
+    fully_shard(model, reshard_after_forward=False, **options)
+    for module in model.modules():  # the setters are not recursive
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without it a factor of 1 still becomes a pre-multiplied sum, which gloo lacks.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def set_last_micro_batch(model: nn.Module, *, zero_stage: int, last: bool) -> None:
+    """Stages 0 and 1 keep parameters and gradients whole until the last micro-batch's backward."""
+    if zero_stage > 1:
+        return
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)

@@ -1,0 +1,97 @@
+"""The front door: read the configuration, build a Trainer, train.
+
+    python train.py --job.config_file train_configs/debug.toml --section.key value ...
+    torchrun --nproc_per_node 8 train.py ...
+
+Exit codes: 0 done, 2 a mistake in the configuration or the data it names, anything else a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from torchtitan_lite.config import Config, ConfigError, help_for, load_and_check
+from torchtitan_lite.models.config import ModelConfig
+from torchtitan_lite.models.families import model_config
+
+USER_MISTAKE = 2
+
+
+def main(argv: list[str]) -> int:
+    """Train as `argv` says; return the exit code."""
+    text = help_for(argv)
+    if text is not None:
+        print(text)
+        return 0
+    try:
+        config, model, warnings = load_and_check(
+            argv, world_size=int(os.environ.get("WORLD_SIZE", "1")), resolve_model=_model_config
+        )
+        return run(config, model, warnings)
+    except ConfigError as error:
+        return _refuse(error)
+
+
+def run(config: Config, model: ModelConfig, warnings: list[str]) -> int:
+    """A checked configuration, from the data to the last step."""
+    # torch takes seconds to import: --help and a mistyped key need not wait for it.
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from torchtitan_lite import device
+    from torchtitan_lite.config import to_json
+    from torchtitan_lite.observe.logging import init_logging, logger
+    from torchtitan_lite.trainer import Trainer, TrainingStopped, open_sources
+
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    init_logging(rank, color=not config.metrics.disable_color_printing)
+    if config.job.description:
+        logger.info(config.job.description)
+    for warning in warnings:
+        logger.warning(warning)
+    if config.job.print_config:
+        logger.info(to_json(config))
+    source, held_out = open_sources(config, model)
+    kind = device.device_type()
+    backend = device.backend(kind, cpu_offload=config.training.enable_cpu_offload)
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        assert world_size == 1
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    try:
+        Trainer(config, model, source=source, held_out=held_out).train()
+        # Without it a rank may be gone while another still talks to it.
+        dist.barrier()
+    except TrainingStopped as error:
+        logger.error(str(error))
+        return 1
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _model_config(config: Config) -> ModelConfig:
+    return model_config(config.model.name, config.model.flavor, config.model.overrides)
+
+
+def _refuse(error: ConfigError) -> int:
+    """One rank of each machine says what is wrong; the others wait for the launcher to end them.
+
+    They would otherwise exit first now and then, and the launcher would end the one that speaks.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(error, file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)
+    return USER_MISTAKE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
