@@ -8,11 +8,19 @@ Exit codes: 0 done, 2 a mistake in the configuration or the data it names, anyth
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 
-from torchtitan_lite.config import Config, ConfigError, help_for, load_and_check
+from torchtitan_lite.config import (
+    Config,
+    ConfigError,
+    config_warnings,
+    help_for,
+    load_and_check,
+    to_dict,
+)
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.families import model_config
 
@@ -26,15 +34,15 @@ def main(argv: list[str]) -> int:
         print(text)
         return 0
     try:
-        config, model, warnings = load_and_check(
+        config, model = load_and_check(
             argv, world_size=int(os.environ.get("WORLD_SIZE", "1")), resolve_model=_model_config
         )
-        return run(config, model, warnings)
+        return run(config, model)
     except ConfigError as error:
         return _refuse(error)
 
 
-def run(config: Config, model: ModelConfig, warnings: list[str]) -> int:
+def run(config: Config, model: ModelConfig) -> int:
     """A checked configuration, from the data to the last step."""
     # torch takes seconds to import: --help and a mistyped key need not wait for it.
     from datetime import timedelta
@@ -42,7 +50,6 @@ def run(config: Config, model: ModelConfig, warnings: list[str]) -> int:
     import torch.distributed as dist
 
     from torchtitan_lite import device
-    from torchtitan_lite.config import to_json
     from torchtitan_lite.observe.logging import init_logging, logger
     from torchtitan_lite.trainer import Trainer, TrainingStopped, open_sources
 
@@ -50,10 +57,10 @@ def run(config: Config, model: ModelConfig, warnings: list[str]) -> int:
     init_logging(rank, color=not config.metrics.disable_color_printing)
     if config.job.description:
         logger.info(config.job.description)
-    for warning in warnings:
+    for warning in config_warnings(config, model):
         logger.warning(warning)
     if config.job.print_config:
-        logger.info(to_json(config))
+        logger.info(json.dumps(to_dict(config), indent=2))
     source, held_out = open_sources(config, model)
     kind = device.device_type()
     backend = device.backend(kind, cpu_offload=config.training.enable_cpu_offload)

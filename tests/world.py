@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer of a process imports it: a second of CPU for each rank
 import torch.distributed as dist
 
 # A forked child must not inherit a pool of OpenMP threads that no longer run: one thread each.

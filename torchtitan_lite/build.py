@@ -45,47 +45,35 @@ class ParallelModel:
     pipeline: Pipeline | None
     tied_head: TiedHead | None
 
-    def run(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        *,
-        loss: GlobalBatchLoss,
-        micro_batch_size: int,
-        train: bool,
+    def train(
+        self, tokens: Tensor, labels: Tensor, *, loss: GlobalBatchLoss, micro_batch_size: int
     ) -> None:
-        """Forward, and in training backward, of all this rank's rows (rows, seq).
+        """Forward and backward of all this rank's rows (rows, seq) of a global batch.
 
-        `loss` collects the sums, on the rank of the last stage.
+        `loss` divides, and collects the sums, on the rank of the last stage.
         """
         num_micro_batches = tokens.shape[0] // micro_batch_size
-        with torch.set_grad_enabled(train):
-            if self.pipeline is not None:
-                self.pipeline.run(
-                    tokens,
-                    labels,
-                    loss_fn=loss,
-                    num_micro_batches=num_micro_batches,
-                    train=train,
-                )
-            else:
-                for index in range(num_micro_batches):
-                    rows = slice(index * micro_batch_size, (index + 1) * micro_batch_size)
-                    self._run_micro_batch(
-                        tokens[rows], labels[rows], loss, index == num_micro_batches - 1, train
-                    )
-        if train and self.tied_head is not None:
+        if self.pipeline is not None:
+            self.pipeline.train(tokens, labels, loss_fn=loss, num_micro_batches=num_micro_batches)
+        else:
+            (part,) = self.parts
+            micro_batches = zip(
+                tokens.split(micro_batch_size), labels.split(micro_batch_size), strict=True
+            )
+            for index, (token_rows, label_rows) in enumerate(micro_batches):
+                last = index == num_micro_batches - 1
+                set_last_micro_batch(part, zero_stage=self.zero_stage, last=last)
+                loss(part(token_rows, labels=label_rows)).backward()
+        if self.tied_head is not None:
             self.tied_head.add_gradient_to_embedding()
 
-    def _run_micro_batch(
-        self, tokens: Tensor, labels: Tensor, loss: GlobalBatchLoss, last: bool, train: bool
-    ) -> None:
-        (part,) = self.parts
-        if train:
-            set_last_micro_batch(part, zero_stage=self.zero_stage, last=last)
-        share = loss(part(tokens, labels=labels))
-        if train:
-            share.backward()
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, labels: Tensor, *, loss: GlobalBatchLoss) -> None:
+        """Forward of one micro-batch (rows, seq); `loss` collects the sums."""
+        if self.pipeline is not None:
+            self.pipeline.evaluate(tokens, labels, loss_fn=loss)
+        else:
+            loss(self.parts[0](tokens, labels=labels))
 
     def after_update(self) -> None:
         """To be called whenever the parameters changed: by the optimizer or by a checkpoint."""

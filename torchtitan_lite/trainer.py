@@ -10,7 +10,6 @@ the same norm.
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -197,11 +196,12 @@ class Trainer:
         logger.info(f"parameter groups of this rank:\n{group_table(self.optimizer)}")
 
     def _save_config(self) -> None:
-        if dist.get_rank() != 0:
+        name = self.config.job.save_config_file
+        if dist.get_rank() != 0 or not name:
             return
         folder = Path(self.config.job.dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / self.config.job.save_config_file).write_text(to_toml(self.config))
+        (folder / name).write_text(to_toml(self.config), encoding="utf-8")
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -234,14 +234,13 @@ class Trainer:
         dist.all_reduce(num_valid)
         self.loss.begin(int(num_valid))
         pipelined = self.model.pipeline is not None
-        self.model.run(
+        self.model.train(
             batch.tokens.to(self.device, non_blocking=True),
             batch.labels.to(self.device, non_blocking=True),
             loss=self.loss,
             micro_batch_size=self.config.parallelism.pipeline_parallel_microbatch_size
             if pipelined
             else self.config.training.local_batch_size,
-            train=True,
         )
 
     def gradient_norm(self) -> float:
@@ -418,11 +417,7 @@ class Trainer:
         Covers validation.steps global batches, or all rows. Moves no state of the training.
         """
         assert self.held_out is not None
-        options, pipeline = self.config.validation, self.model.pipeline
-        num_micro_batches = 1
-        if pipeline is not None:  # as many as the schedule was checked for
-            rows = self.config.training.global_batch_size // self.mesh.degrees.batch
-            num_micro_batches = rows // self.config.parallelism.pipeline_parallel_microbatch_size
+        options = self.config.validation
         held_out: Any = self.held_out
         if options.steps >= 0:
             num_rows = min(len(held_out), options.steps * self.config.training.global_batch_size)
@@ -433,15 +428,11 @@ class Trainer:
             held_out,
             batch_rank=self.mesh.batch_rank,
             batch_degree=self.mesh.degrees.batch,
-            local_batch_size=options.local_batch_size * num_micro_batches,
+            local_batch_size=options.local_batch_size,
         ):
             num_tokens += int((batch.labels != IGNORE_LABEL).sum())
-            self.model.run(
-                batch.tokens.to(self.device),
-                batch.labels.to(self.device),
-                loss=loss,
-                micro_batch_size=options.local_batch_size,
-                train=False,
+            self.model.evaluate(
+                batch.tokens.to(self.device), batch.labels.to(self.device), loss=loss
             )
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self._holds_loss():

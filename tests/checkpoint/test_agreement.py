@@ -20,7 +20,8 @@ def outcome(work: Any, gather: Any = agree) -> tuple[str, str]:
 
 
 def failing_ranks() -> list[Any]:
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
 
     def fails_on_1() -> None:
         if rank == 1:
@@ -33,8 +34,8 @@ def failing_ranks() -> list[Any]:
         raise ValueError("bad")
 
     return [
-        agree(lambda: rank, doing="counting", group=dist.group.WORLD),
-        on_first_rank(lambda: f"from {rank}", doing="asking", group=dist.group.WORLD),
+        agree(lambda: rank, doing="counting", group=world),
+        on_first_rank(lambda: f"from {rank}", doing="asking", group=world),
         outcome(fails_on_1),
         outcome(fails_everywhere),
         outcome(fails, on_first_rank),

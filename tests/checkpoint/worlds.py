@@ -106,13 +106,12 @@ class Run:
 def make_optimizer(parameters: list[nn.Parameter], kind: str) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
-    options = {"fused": kind == "fused", "foreach": kind == "foreach"}
     half = len(parameters) // 2
     groups = [
         {"params": parameters[:half], "weight_decay": 0.1},
         {"params": parameters[half:], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=1e-2, **options)
+    return torch.optim.AdamW(groups, lr=1e-2, fused=kind == "fused", foreach=kind == "foreach")
 
 
 def full(tensor: Tensor) -> Tensor:

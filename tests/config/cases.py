@@ -1,4 +1,4 @@
-"""What the tests of the configuration share: a model's shape, and the problems of a command line."""
+"""What the tests of the configuration share: a model's shape, a command line's problems."""
 
 from __future__ import annotations
 

@@ -30,12 +30,22 @@ def test_the_file_replaces_defaults_and_the_command_line_replaces_the_file(tmp_p
     assert (config.training.seq_len, config.training.steps, config.optimizer.lr) == (64, 7, 1.0)
     assert config.training.local_batch_size == Config().training.local_batch_size
     assert config.job.config_file == path
-    assert config.user_set == {
+    assert config.user_set == config.sources
+    assert config.sources == {
         "training.seq_len": path,
         "training.steps": "--training.steps",
         "optimizer.lr": path,
         "job.config_file": "--job.config_file",
     }
+
+
+def test_a_default_in_a_file_is_not_asked_for_and_one_on_the_command_line_is(
+    tmp_path: Path,
+) -> None:
+    path = _write(tmp_path, "[training]\nsteps = 10000\nseq_len = 2048\n")
+    config = load_config(["--job.config_file", path, "--training.seq_len=2048"])
+    assert set(config.user_set) == {"job.config_file", "training.seq_len"}
+    assert config.sources["training.steps"] == path
 
 
 @pytest.mark.parametrize(

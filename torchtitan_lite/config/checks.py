@@ -99,6 +99,7 @@ def _world(facts: Facts) -> Iterator[Problem]:
     shard = parallelism.data_parallel_shard_degree
     others = other_degrees(parallelism)
     product = others * max(shard, 1)
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
     reason = (
         f"pp {parallelism.pipeline_parallel_degree} x "
         f"dp_replicate {parallelism.data_parallel_replicate_degree} x "
@@ -106,9 +107,9 @@ def _world(facts: Facts) -> Iterator[Problem]:
         f"tp {parallelism.tensor_parallel_degree} = {product}"
     )
     if shard == -1:
-        reason += f", which does not divide the {world} ranks of this world"
+        reason += f", which does not divide this world of {ranks}"
     else:
-        reason += f", and this world has {world} {'rank' if world == 1 else 'ranks'}"
+        reason += f", and this is a world of {ranks}"
     yield problem(config, _degrees_at_fault(config), reason=reason, fix=_fitting(config, world))
 
 
@@ -137,7 +138,7 @@ def _zero_stage_alias(facts: Facts) -> Iterator[Problem]:
     parallelism = facts.config.parallelism
     alias = "parallelism.fsdp_reshard_after_forward"
     means = RESHARD_ZERO_STAGE.get(parallelism.fsdp_reshard_after_forward)
-    said = "parallelism.zero_stage" in facts.config.user_set
+    said = "parallelism.zero_stage" in facts.config.sources
     if means is not None and said and parallelism.zero_stage != means:
         yield problem(
             facts.config,
@@ -224,11 +225,9 @@ def _data(facts: Facts) -> Iterator[Problem]:
     yield from _data_path(config, "training")
     if config.validation.enable:
         yield from _data_path(config, "validation")
-    kinds = {config.training.dataset}
-    if config.validation.enable:
-        kinds.add(config.validation.dataset)
     tokenizer = os.path.join(config.model.hf_assets_path, "tokenizer.json")
-    if kinds <= {"tokens", "synthetic"} or os.path.isfile(tokenizer):
+    sections = ("training", "validation") if config.validation.enable else ("training",)
+    if os.path.isfile(tokenizer) or not any(_is_tokenised(config, name) for name in sections):
         return
     yield problem(
         config,
@@ -236,6 +235,15 @@ def _data(facts: Facts) -> Iterator[Problem]:
         reason=f"there is no {tokenizer}, and the data has to be tokenised",
         fix="give the folder that holds tokenizer.json, or data of dataset tokens or synthetic",
     )
+
+
+def _is_tokenised(config: Config, section: str) -> bool:
+    """Whether a tokenizer is needed to read a section's data."""
+    dataset = get_value(config, f"{section}.dataset")
+    path = get_value(config, f"{section}.dataset_path")
+    # Of the kinds that auto finds, token shards alone have an index beside them.
+    shards = dataset == "auto" and os.path.isfile(os.path.join(path, "index.json"))
+    return dataset not in ("tokens", "synthetic") and not shards
 
 
 def _data_path(config: Config, section: str) -> Iterator[Problem]:
@@ -254,7 +262,7 @@ def _data_path(config: Config, section: str) -> Iterator[Problem]:
     else:
         return
     # The path itself is what is wrong, whichever of the keys the user set.
-    source = config.user_set.get(name, "the defaults")
+    source = config.sources.get(name, "the defaults")
     yield Problem(keys, problem_line(name, path, source, reason=reason, fix=fix))
 
 

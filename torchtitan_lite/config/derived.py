@@ -38,7 +38,7 @@ def resolve(config: Config, world_size: int) -> None:
         parallelism.fsdp_reshard_after_forward = "default"
         alias = "parallelism.fsdp_reshard_after_forward"
         if alias in config.user_set:
-            config.user_set.setdefault("parallelism.zero_stage", config.user_set.pop(alias))
+            config.user_set["parallelism.zero_stage"] = config.user_set.pop(alias)
     shard = shard_degree(parallelism, world_size)
     assert shard is not None, "the degrees do not fit the world: check the configuration first"
     parallelism.data_parallel_shard_degree = shard

@@ -1,8 +1,7 @@
 """Warnings: what the user set and what will not act as set.
 
 `ACTS` names, for the keys that act only together with another, when they act. A key that the user
-set and that does not act is one warning. A key that a file sets to its default asks for nothing
-and is not warned about: a saved config.toml holds every key there is.
+asked for (Config.user_set) and that does not act is one warning.
 
 Proven in tests/config/test_effects.py: each row warns, and is silent when its condition holds.
 """
@@ -156,16 +155,10 @@ def config_warnings(config: Config, model: ModelShape | None = None) -> list[str
             reason="has no effect",
             fix=row.otherwise,
         )
-        for name in config.user_set
-        if _asks(config, name) and (row := _silenced_by(config, name)) is not None
+        for name in all_keys()
+        if name in config.user_set and (row := _silenced_by(config, name)) is not None
     ]
     return [*ineffective, *_schedule_warnings(config), *_length_warnings(config, model)]
-
-
-def _asks(config: Config, name: str) -> bool:
-    """Whether the user asked for this value: on the command line, or by leaving the default."""
-    typed = config.user_set[name].startswith("--")
-    return typed or get_value(config, name) != all_keys()[name].default
 
 
 def _silenced_by(config: Config, name: str) -> Acts | None:
@@ -192,7 +185,7 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
     warmup = num_warmup_steps(config)
 
     def line(name: str, reason: str, fix: str) -> str:
-        source = config.user_set.get(name, "the defaults")
+        source = config.sources.get(name, "the defaults")
         return problem_line(name, get_value(config, name), source, reason=reason, fix=fix)
 
     if warmup < schedule.warmup_steps:
@@ -226,7 +219,7 @@ def _length_warnings(config: Config, model: ModelShape | None) -> Iterator[str]:
             yield problem_line(
                 name,
                 length,
-                config.user_set.get(name, "the defaults"),
+                config.sources.get(name, "the defaults"),
                 reason=f"longer than the model's max_position_embeddings "
                 f"{model.max_position_embeddings}",
                 fix="positions beyond it are extrapolated",

@@ -57,7 +57,7 @@ class Facts:
 def problem(config: Config, keys: tuple[str, ...], *, reason: str, fix: str) -> Problem:
     """A problem told at the first of its keys that the user set, or else at the first."""
     name = next((key for key in keys if key in config.user_set), keys[0])
-    source = config.user_set.get(name, "the defaults")
+    source = config.sources.get(name, "the defaults")
     return Problem(
         keys, problem_line(name, get_value(config, name), source, reason=reason, fix=fix)
     )

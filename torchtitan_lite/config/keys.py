@@ -59,7 +59,7 @@ class ConfigError(ValueError):
 
 @dataclass
 class Config:
-    """All sections, and which keys the user set."""
+    """All sections, and which of their keys the user set."""
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
@@ -76,5 +76,9 @@ class Config:
     debug: Debug = field(default_factory=Debug)
     validation: Validation = field(default_factory=Validation)
 
+    # Not sections: where the values are from, for messages and warnings.
+    sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The file or flag that set each key, by dotted name."""
+
     user_set: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Dotted name of each key the user set -> the file or flag it came from; not a section."""
+    """Those that the user asked for: without defaults in a file, as a saved one holds every key."""

@@ -242,7 +242,9 @@ def _apply(setting: Setting, reading: Reading) -> None:
         reading.refuse(setting, refused.reason, refused.fix)
         return
     set_value(reading.config, target, value)
-    reading.config.user_set[target] = setting.source
+    reading.config.sources[target] = setting.source
+    if setting.source.startswith("--") or value != all_keys()[target].default:
+        reading.config.user_set[target] = setting.source
 
 
 def _table_key(name: str) -> str | None:
@@ -317,9 +319,8 @@ def _meant(name: str) -> list[str]:
     if close:
         return [here[close[0]]]
     elsewhere = [key for key in all_keys() if key.endswith(f".{last}")]
-    if elsewhere:
-        return elsewhere[:3]
-    return nearest(name, all_keys())
+    # In a section that exists, the likeness of whole names would be that of the section alone.
+    return elsewhere[:3] if elsewhere or here else nearest(name, all_keys())
 
 
 def _advice(name: str, meant: list[str]) -> str:

@@ -32,7 +32,7 @@ class Key:
 def sections() -> dict[str, type]:
     """The sections of a Config in their order, by name."""
     hints = typing.get_type_hints(Config)
-    return {name: kind for name, kind in hints.items() if name != "user_set"}
+    return {name: kind for name, kind in hints.items() if _is_table(kind)}
 
 
 @functools.cache
@@ -83,6 +83,10 @@ def to_dict(config: Config) -> dict[str, Any]:
     """All sections as plain dictionaries, for printing as JSON."""
     tree = dataclasses.asdict(config)
     return {name: tree[name] for name in sections()}
+
+
+def _is_table(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
 
 
 def _collect(kind: type, prefix: str, keys: list[Key]) -> None:

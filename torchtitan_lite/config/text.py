@@ -10,8 +10,10 @@ Proven in tests/config/test_text.py.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
+import inspect
 import json
 import re
 import textwrap
@@ -80,9 +82,6 @@ def help_text(section: str | None = None) -> str:
 @functools.cache
 def docstrings() -> dict[str, str]:
     """The string under each field, by "Class.field", and each class's own by "Class"."""
-    import ast
-    import inspect
-
     found: dict[str, str] = {}
     sources = inspect.getsource(keys_run), inspect.getsource(keys_training)
     for node in (node for source in sources for node in ast.parse(source).body):

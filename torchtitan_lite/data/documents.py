@@ -261,6 +261,7 @@ def _cut(document: str, position: int) -> Iterator[Piece]:
 def _border(text: str, start: int = 0) -> int:
     """Where a piece that begins at `start` ends: at its last border, else at its full size."""
     stop = start + PIECE_SIZE
-    # A window of some lines at the end: the last border of all is not worth a longer search.
-    borders = [match.start() for match in BORDER.finditer(text, stop - BORDER_WINDOW, stop)]
+    # The last border of all is not worth more than a short search, nor is an empty piece a piece.
+    search_from = max(stop - BORDER_WINDOW, start + 1)
+    borders = [match.start() for match in BORDER.finditer(text, search_from, stop)]
     return borders[-1] if borders else stop

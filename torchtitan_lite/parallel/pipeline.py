@@ -91,45 +91,82 @@ class Pipeline:
         self.activation = activation
         self.has_first = 0 in stages
         self.has_last = num_stages - 1 in stages
-        self._runners: dict[tuple[int, int, int, bool], Any] = {}
+        self._runner: Any = None
+        self._shape: tuple[int, ...] = ()
 
-    def run(
+    def train(
         self,
         tokens: Tensor,
         labels: Tensor,
         *,
         loss_fn: Callable[[Tensor, Tensor], Tensor],
         num_micro_batches: int,
-        train: bool,
     ) -> None:
-        """All rows (rows, seq) of this rank's global batch, forward and (`train`) backward.
+        """Forward and backward of all rows (rows, seq) of this rank's global batch.
 
         `loss_fn(sums, labels)` is called for each micro-batch on the rank of the last stage.
         """
         rows, seq_len = tokens.shape
         assert rows % num_micro_batches == 0, "shapes are static: rows must divide"
-        key = (rows // num_micro_batches, seq_len, num_micro_batches, train)
-        if key not in self._runners:
-            self._runners[key] = self._build_runner(*key[:3], loss_fn)
-        runner = self._runners[key]
-        positions = torch.arange(seq_len, device=tokens.device).expand(rows, -1)
-        step = runner.step if train else runner.eval
-        step(
+        shape = (rows // num_micro_batches, seq_len, num_micro_batches)
+        if shape != self._shape:
+            self._runner, self._shape = self._build_runner(*shape, loss_fn), shape
+        self._runner.step(
             *((tokens,) if self.has_first else ()),
             target=labels if self.has_last else None,
             losses=[] if self.has_last else None,
             return_outputs=False,
-            positions=positions,
+            positions=_positions(tokens),
             labels=labels,
         )
+
+    def evaluate(
+        self, tokens: Tensor, labels: Tensor, *, loss_fn: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Forward of one micro-batch (rows, seq) through all stages, whatever the schedule.
+
+        torch's schedules with a split backward cannot run without one. Every rank visits its
+        stages in the order of the forward pass, so a receive always waits for a send that comes
+        earlier in the one order (micro-batch, stage): no two ranks wait for each other.
+        """
+        x, positions = tokens, _positions(tokens)
+        for index, module in self.stages.items():
+            if index > 0 and index - 1 not in self.stages:
+                x = torch.empty(
+                    self._hidden_shape(*tokens.shape),
+                    dtype=self.activation[1],
+                    device=self.device,
+                )
+                dist.recv(x, src=self._rank_of(index - 1), group=self.group)
+            x = module(x, positions, labels)
+            if index == self.num_stages - 1:
+                loss_fn(x, labels)
+            elif index + 1 not in self.stages:
+                dist.send(x.contiguous(), dst=self._rank_of(index + 1), group=self.group)
+
+    def _rank_of(self, stage: int) -> int:
+        """The global rank that holds `stage`, beside this rank in its pipeline."""
+        degree = dist.get_world_size(self.group)
+        held = (
+            stages_of_rank(self.schedule, pp_rank=r, pp_degree=degree, num_stages=self.num_stages)
+            for r in range(degree)
+        )
+        return dist.get_global_rank(self.group, [stage in stages for stages in held].index(True))
+
+    def _hidden_shape(self, rows: int, seq_len: int) -> tuple[int, int, int]:
+        """What travels between stages: (rows, seq, hidden), or (rows, seq / tp, hidden) with SP."""
+        hidden_size, _, cut = self.activation
+        return rows, seq_len // cut, hidden_size
 
     def _build_runner(
         self, rows: int, seq_len: int, num_micro_batches: int, loss_fn: Callable[..., Tensor]
     ) -> Any:
         """A schedule over fresh PipelineStages of static shape around the same modules."""
-        hidden_size, dtype, cut = self.activation
         hidden = torch.empty(
-            rows, seq_len // cut, hidden_size, dtype=dtype, device="meta", requires_grad=True
+            self._hidden_shape(rows, seq_len),
+            dtype=self.activation[1],
+            device="meta",
+            requires_grad=True,
         )
         tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
         sums = torch.empty(3, device="meta", requires_grad=True)
@@ -218,6 +255,10 @@ class TiedHead:
             dist.recv(received, src=source, group=self.group)
             return received
         return None
+
+
+def _positions(tokens: Tensor) -> Tensor:  # (rows, seq)
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
 
 
 def _local(tensor: Tensor | None) -> Tensor:

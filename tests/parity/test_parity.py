@@ -1,0 +1,202 @@
+"""Any mesh trains what one process trains: a table of meshes, a case a row.
+
+Each row is four optimizer steps of the real Trainer; losses, gradient norms, the first step's
+gradients and the last parameters equal one process's to a relative 1e-5. Each mesh runs with the
+clip inactive and once more with it active: an active clip and Adam hide any constant factor in
+the gradients. test_twins.py breaks each guarantee and sees it go red.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.parity.harness import TINY, Mesh, assert_equal, reference, run
+
+CLIPPED = {"training.max_norm": 0.1}
+
+MESHES = [
+    Mesh(pp=pp, dp_shard=dp, tp=tp)
+    for world in (2, 4, 8)
+    for pp in (1, 2, 4, 8)
+    for dp in (1, 2, 4, 8)
+    for tp in (1, 2, 4, 8)
+    if pp * dp * tp == world
+]
+SCHEDULES = [
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+
+
+def check(mesh: Mesh, options: dict[str, Any], **model_changes: Any) -> None:
+    if mesh.pp > 4:
+        model_changes["num_hidden_layers"] = mesh.pp  # a stage has at least one
+    model = dataclasses.replace(TINY, **model_changes)
+    assert_equal(run(mesh, options, model), reference(options, model_changes))
+
+
+@pytest.mark.parametrize("clip", [{}, CLIPPED], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_mesh_of_pp_dp_tp_equals_one_process(mesh: Mesh, clip: dict[str, Any]) -> None:
+    check(mesh, clip)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(dp_shard=2), Mesh(dp_shard=2, tp=2), Mesh(pp=2, dp_shard=2)], ids=str
+)
+def test_every_zero_stage_equals_one_process(mesh: Mesh, zero_stage: int) -> None:
+    options = {"parallelism.zero_stage": zero_stage}
+    if mesh.pp == 1:
+        options["training.local_batch_size"] = 2  # two micro-batches a step
+    check(mesh, options)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(dp_replicate=2, dp_shard=2),
+        Mesh(dp_replicate=2, dp_shard=2, tp=2),
+        Mesh(pp=2, dp_replicate=2, dp_shard=2),
+    ],
+    ids=str,
+)
+def test_replicas_of_shards_equal_one_process(mesh: Mesh, zero_stage: int) -> None:
+    check(mesh, {"parallelism.zero_stage": zero_stage})
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_equals_one_process(schedule: str, dp: int) -> None:
+    check(
+        Mesh(pp=2, dp_shard=dp),
+        {"parallelism.pipeline_parallel_schedule": schedule, "parallelism.zero_stage": 2},
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_pipeline_with_every_plan_at_once_equals_one_process(schedule: str) -> None:
+    check(
+        Mesh(pp=2, dp_shard=2, tp=2),
+        {
+            "parallelism.pipeline_parallel_schedule": schedule,
+            "parallelism.zero_stage": 1,
+            "activation_checkpoint.mode": "full",
+            "loss.z_loss_weight": 1e-3,
+            **CLIPPED,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp=2), Mesh(tp=4), Mesh(dp_shard=2, tp=2), Mesh(pp=2, tp=2)], ids=str
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallelism.enable_sequence_parallel": False},
+        {"parallelism.disable_loss_parallel": True},
+        {
+            "parallelism.enable_sequence_parallel": False,
+            "parallelism.disable_loss_parallel": True,
+        },
+    ],
+    ids=["without-sp", "without-loss-parallel", "without-both"],
+)
+def test_each_form_of_tensor_parallelism_equals_one_process(
+    mesh: Mesh, options: dict[str, Any]
+) -> None:
+    check(mesh, options)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_accumulation_changes_nothing(accumulation: int, zero_stage: int) -> None:
+    options: dict[str, Any] = {
+        "training.global_batch_size": 12,
+        "training.local_batch_size": 6 // accumulation,
+        "parallelism.zero_stage": zero_stage,
+    }
+    kept = {**options, "training.local_batch_size": 12}
+    assert_equal(run(Mesh(dp_shard=2), options), run(Mesh(), {**kept, "parallelism.zero_stage": 3}))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        (Mesh(dp_shard=2), "1F1B"),
+        (Mesh(tp=2), "1F1B"),
+        (Mesh(dp_shard=2, tp=2), "1F1B"),
+        (Mesh(pp=2), "1F1B"),
+        (Mesh(pp=4), "1F1B"),
+        (Mesh(pp=2, dp_shard=2, tp=2), "1F1B"),
+        (Mesh(pp=2), "Interleaved1F1B"),
+        (Mesh(pp=2, dp_shard=2), "ZBVZeroBubble"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_tied_embedding_is_one_weight_on_every_mesh(mesh: Mesh, schedule: str) -> None:
+    options = {"parallelism.pipeline_parallel_schedule": schedule, "parallelism.zero_stage": 2}
+    check(mesh, options, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpoint.mode": "full"},
+        {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "3"},
+        {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+    ],
+    ids=["full", "every-third", "per-op"],
+)
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=2, tp=2), Mesh(pp=2)], ids=str)
+def test_recomputation_changes_nothing(mesh: Mesh, options: dict[str, Any]) -> None:
+    check(mesh, options)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2, tp=2), Mesh(pp=2, dp_replicate=2)], ids=str)
+def test_clipping_by_other_norms_equals_one_process(mesh: Mesh, norm_type: float) -> None:
+    check(mesh, {"training.norm_type": norm_type, "training.max_norm": 0.01})
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(pp=2, tp=2)], ids=str)
+def test_sgd_equals_one_process(mesh: Mesh) -> None:
+    """Plain gradient descent: a constant factor in the gradients shows in every parameter."""
+    check(mesh, {"optimizer.name": "SGD", "optimizer.lr": 1.0, "optimizer.momentum": 0.9})
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(dp_shard=4), Mesh(dp_shard=2, tp=2), Mesh(pp=2), Mesh(pp=2, dp_shard=2, tp=2)],
+    ids=str,
+)
+def test_the_validation_loss_is_the_same_on_every_mesh(mesh: Mesh) -> None:
+    """13 held-out rows, which no mesh divides; and training goes on as if nothing had happened."""
+    options = {
+        "validation.enable": True,
+        "validation.dataset": "synthetic",
+        "validation.freq": 2,
+        "validation.local_batch_size": 2,
+    }
+    validated = run(mesh, options)
+    assert len(validated.series("validation_loss")) == 2
+    assert_equal(validated, reference(options))
+    assert_equal(validated, dataclasses.replace(reference({}), metrics=validated.metrics))
+
+
+def test_layers_may_be_given_to_stages_by_hand_and_unevenly() -> None:
+    parts = [
+        ["embed_tokens", "layers.0"],
+        [*(f"layers.{index}" for index in range(1, 4)), "norm", "lm_head"],
+    ]
+    check(Mesh(pp=2), {"parallelism.module_fqns_per_model_part": parts})
