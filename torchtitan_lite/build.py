@@ -28,6 +28,7 @@ from torchtitan_lite.parallel.pipeline import (
     balanced_stages,
     stages_of_rank,
 )
+from torchtitan_lite.parallel.tensor import reduce_partial_gradients
 
 
 @dataclass
@@ -64,6 +65,7 @@ class ParallelModel:
                 last = index == num_micro_batches - 1
                 set_last_micro_batch(part, zero_stage=self.zero_stage, last=last)
                 loss(part(token_rows, labels=label_rows)).backward()
+        reduce_partial_gradients(self.named_parameters.values())
         if self.tied_head is not None:
             self.tied_head.add_gradient_to_embedding()
 
@@ -104,6 +106,7 @@ def build_model(
         _configure_loss(part, config)
         parallelize(part, mesh, config)
         part.to_empty(device=storage)
+        part.tie_weights()  # plain tensors got storage one by one
         initialise(part, seed=config.debug.seed)
         stages[index] = part
     pipeline = None

@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -72,6 +71,7 @@ class Run:
     metrics: list[dict[str, Any]]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    returned: list[Any]  # by `act`, a rank each
 
     def series(self, name: str) -> list[float]:
         return [record[name] for record in self.metrics if name in record]
@@ -111,6 +111,9 @@ def make_config(mesh: Mesh, folder: str | Path, options: dict[str, Any]) -> Conf
         "training.mixed_precision_param": "float32",
         "training.dataset": "synthetic",
         "optimizer.lr": 3e-3,
+        # Adam's first update is g / (|g| + eps). An element whose gradient is as small as eps has
+        # the rounding error of g in it at full size, on any mesh: 1e-8 would measure that.
+        "optimizer.eps": 1e-6,
         "lr_scheduler.warmup_steps": 2,
         "loss.num_chunks": 3,
         "metrics.log_freq": 1,
@@ -140,35 +143,49 @@ def run(
     *,
     folder: str | Path | None = None,
     trainer: type[RecordingTrainer] = RecordingTrainer,
-    act: Callable[[RecordingTrainer], None] = RecordingTrainer.train,
+    act: Callable[[Any], Any] = RecordingTrainer.train,
+    source: Source | None = None,
     timeout: float = 120.0,
 ) -> Run:
-    """Train on `mesh`; `act` is what is done with the Trainer on each rank."""
+    """Train on `mesh`; `act` is what is done with the Trainer on each rank.
+
+    `folder` keeps the run's files; `source` is read in place of `make_source()`.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         config = make_config(mesh, folder or temporary, options or {})
         problems = check_config(config, model, mesh.world)
         assert not problems, problems
         resolve(config, mesh.world)
-        ranks = run_ranks(_on_rank, mesh.world, config, model, trainer, act, timeout=timeout)
-        gradients, parameters = {}, {}
-        for rank_gradients, rank_parameters in ranks:
+        source = make_source() if source is None else source
+        ranks = run_ranks(
+            _on_rank, mesh.world, config, model, source, trainer, act, timeout=timeout
+        )
+        gradients: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
+        returned = []
+        for rank_gradients, rank_parameters, rank_returned in ranks:
             gradients |= rank_gradients
             parameters |= rank_parameters
+            returned.append(rank_returned)
         path = Path(config.job.dump_folder) / "metrics.jsonl"
         metrics = read_metrics(path) if path.exists() else []
-    return Run(metrics, gradients, parameters)
+    return Run(metrics, gradients, parameters, returned)
 
 
 def _on_rank(
-    config: Config, model: ModelConfig, trainer_class: type[RecordingTrainer], act: Any
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    config: Config,
+    model: ModelConfig,
+    source: Source,
+    trainer_class: type[RecordingTrainer],
+    act: Callable[[Any], Any],
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
     # DTensor warns of each full_tensor() over two axes.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     held_out = make_source(13) if config.validation.enable else None
-    trainer = trainer_class(config, model, source=make_source(), held_out=held_out)
-    act(trainer)
-    named = trainer.model.named_parameters
-    return trainer.first_gradients or {}, {name: whole(p) for name, p in named.items()}
+    trainer = trainer_class(config, model, source=source, held_out=held_out)
+    returned = act(trainer)
+    parameters = {name: whole(p) for name, p in trainer.model.named_parameters.items()}
+    return trainer.first_gradients or {}, parameters, returned
 
 
 @cache

@@ -9,8 +9,9 @@
 
 A group is the embedding, a layer, or norm and head together; the last is needed at once in
 backward and never resharded between. In stage 0 the mesh has all its data ranks on `dp_replicate`
-and a shard size of 1. Every model is wrapped, on a mesh of one too: mixed precision then acts on
-every mesh, and every parameter is a DTensor.
+and a shard size of 1. On a mesh of one there is nothing to shard, and FSDP would copy every
+parameter and gradient for it (8 % of a step, docs/performance.md): there, mixed precision is a cast
+of each parameter where it is used.
 
 Gradients are summed, never averaged: the loss is already divided by the global token count, and
 nothing else divides. Proven in tests/parity/ and tests/parallel/test_collective_counts.py.
@@ -30,6 +31,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from torchtitan_lite.parallel.parameters import read_parameters_as
+
 
 def apply_data_parallel(
     model: nn.Module,
@@ -44,6 +47,9 @@ def apply_data_parallel(
 
     Computes in `param_dtype` and reduces gradients in `reduce_dtype`.
     """
+    if mesh.size() == 1 and not cpu_offload:
+        compute_in(model, param_dtype)
+        return
     options: dict[str, Any] = {
         "mesh": mesh,
         # Inputs are not cast: the embedding's output has the right dtype already, and the rotary
@@ -74,10 +80,17 @@ def apply_data_parallel(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every parameter is cast where it is used; its gradient is accumulated in its own dtype."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if any(parameter.dtype != dtype for parameter in own):
+            read_parameters_as(module, lambda parameter: parameter.to(dtype))
+
+
 def set_last_micro_batch(model: nn.Module, *, zero_stage: int, last: bool) -> None:
     """Stages 0 and 1 keep parameters and gradients whole until the last micro-batch's backward."""
-    if zero_stage > 1:
+    if zero_stage > 1 or not isinstance(model, FSDPModule):
         return
-    assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)

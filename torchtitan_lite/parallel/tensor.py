@@ -15,16 +15,18 @@ arithmetic runs on their local shards, so a layer costs its matmuls and these co
     head and loss       weight Shard(0): logits never leave their rank (ops/cross_entropy.py)
 
 A norm between blocks sees only its part of the sequence, so the gradient of its weight is one
-rank's share, `Partial`; FSDP reduces it before anything reads it.
+rank's share, `Partial`; FSDP, or `reduce_partial_gradients` without it, adds the shares up before
+anything reads them.
 Proven in tests/parity/ (numbers) and tests/parallel/test_collective_counts.py (counts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +41,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.ops.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
+from torchtitan_lite.parallel.parameters import read_parameters_as
 
 SEQUENCE_DIM = 1  # of hidden states (batch, seq, hidden)
 
@@ -213,25 +216,23 @@ def _compute_on_local_shards(
 
     `grad_placement` says what the gradient of the local tensor is of the whole one; None: it is
     cut as the weight is. `gather` replicates the weight first.
-
-    An instance attribute hides the registered parameter of the same name for the time of the
-    call, so this fits any module, and names, hooks and checkpoints see the DTensor throughout.
     """
-    forward = module.forward
     grad_placements = None if grad_placement is None else [grad_placement]
 
-    def local(parameter: DTensor) -> Tensor:
+    def local(parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
         if gather:
             parameter = parameter.redistribute(placements=[Replicate()])
         return parameter.to_local(grad_placements=grad_placements)
 
-    def forward_on_local_shards(*args: Any, **kwargs: Any) -> Any:
-        shards = {name: local(p) for name, p in module.named_parameters(recurse=False)}  # type: ignore[arg-type]
-        module.__dict__.update(shards)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            for name in shards:
-                del module.__dict__[name]
+    read_parameters_as(module, local)
 
-    module.forward = forward_on_local_shards  # type: ignore[method-assign]
+
+@torch.no_grad()
+def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Add up the gradients of which each rank still holds a share; FSDP leaves none of those."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+            assert isinstance(parameter.data, DTensor)
+            parameter.grad = grad.redistribute(placements=parameter.data.placements)
