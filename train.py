@@ -29,11 +29,11 @@ USER_MISTAKE = 2
 
 def main(argv: list[str]) -> int:
     """Train as `argv` says; return the exit code."""
-    text = help_for(argv)
-    if text is not None:
-        print(text)
-        return 0
     try:
+        text = help_for(argv)
+        if text is not None:
+            print(text)
+            return 0
         config, model = load_and_check(
             argv, world_size=int(os.environ.get("WORLD_SIZE", "1")), resolve_model=_model_config
         )
@@ -50,8 +50,9 @@ def run(config: Config, model: ModelConfig) -> int:
     import torch.distributed as dist
 
     from torchtitan_lite import device
+    from torchtitan_lite.data.opening import open_sources
     from torchtitan_lite.observe.logging import init_logging, logger
-    from torchtitan_lite.trainer import Trainer, TrainingStopped, open_sources
+    from torchtitan_lite.trainer import Trainer, TrainingStopped
 
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     init_logging(rank, color=not config.metrics.disable_color_printing)
@@ -61,7 +62,7 @@ def run(config: Config, model: ModelConfig) -> int:
         logger.warning(warning)
     if config.job.print_config:
         logger.info(json.dumps(to_dict(config), indent=2))
-    source, held_out = open_sources(config, model)
+    source, held_out = open_sources(config, model.vocab_size)
     kind = device.device_type()
     backend = device.backend(kind, cpu_offload=config.training.enable_cpu_offload)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)

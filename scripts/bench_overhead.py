@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.config import Config, ConfigError, load_and_check
 from torchtitan_lite.data.loader import Loader
+from torchtitan_lite.data.opening import open_sources
 from torchtitan_lite.data.sources import Source
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
@@ -31,7 +32,7 @@ from torchtitan_lite.models.init import draw_parameter
 from torchtitan_lite.observe.logging import init_logging
 from torchtitan_lite.observe.metrics import Record
 from torchtitan_lite.optim.schedule import lr_factor
-from torchtitan_lite.trainer import Trainer, open_sources
+from torchtitan_lite.trainer import Trainer
 
 DEBUG_RECIPE = ["--job.config_file", "train_configs/debug.toml"]
 
@@ -53,9 +54,11 @@ class BareLoop:
         self.model.lm_head.token_loss.num_chunks = config.loss.num_chunks
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}]
+        groups += [{"params": vectors, "weight_decay": 0.0}]
         options = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+            groups,
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             weight_decay=options.weight_decay,
@@ -103,7 +106,7 @@ class BareLoop:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="of each, a round")
     arguments, rest = parser.parse_known_args(argv)
@@ -118,7 +121,7 @@ def main(argv: list[str]) -> int:
                     c.model.name, c.model.flavor, c.model.overrides
                 ),
             )
-            source, _ = open_sources(config, model)
+            source, _ = open_sources(config, model.vocab_size)
         except ConfigError as error:
             print(error, file=sys.stderr)
             return 2

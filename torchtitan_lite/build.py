@@ -77,6 +77,11 @@ class ParallelModel:
         else:
             loss(self.parts[0](tokens, labels=labels))
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank holds the last stage, and with it the loss."""
+        return self.pipeline is None or self.pipeline.has_last
+
     def after_update(self) -> None:
         """To be called whenever the parameters changed: by the optimizer or by a checkpoint."""
         if self.tied_head is not None:

@@ -11,16 +11,15 @@ the same norm.
 from __future__ import annotations
 
 import math
+import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan_lite import device as devices
-from torchtitan_lite.build import ParallelModel, build_model, stage_modules
+from torchtitan_lite.build import build_model, stage_modules
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state import (
     State,
@@ -34,72 +33,28 @@ from torchtitan_lite.checkpoint.state import (
 )
 from torchtitan_lite.config import (
     Config,
-    ConfigError,
     num_schedule_steps,
     num_warmup_steps,
-    to_dict,
     to_toml,
-    validation_seq_len,
 )
-from torchtitan_lite.data.loader import Batch, Loader, held_out_batches
-from torchtitan_lite.data.prepare import prepare
-from torchtitan_lite.data.shards import TokenShards
-from torchtitan_lite.data.sources import IGNORE_LABEL, Source, SyntheticRows, TokenRows
-from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.data.loader import Batch, Loader
+from torchtitan_lite.data.sources import IGNORE_LABEL, Source
+from torchtitan_lite.evaluate import evaluate
 from torchtitan_lite.loss import GlobalBatchLoss
 from torchtitan_lite.mesh import Degrees, build_mesh, set_timeout
 from torchtitan_lite.models.config import ModelConfig
+from torchtitan_lite.models.decoder import parameter_names
 from torchtitan_lite.observe.flops import flops_per_token
-from torchtitan_lite.observe.logging import logger, use_color
-from torchtitan_lite.observe.metrics import MetricsWriter, Record, StepTimer, format_line
-from torchtitan_lite.observe.profiler import memory_snapshot, profiling
+from torchtitan_lite.observe.logging import logger
+from torchtitan_lite.observe.metrics import Record
+from torchtitan_lite.observe.report import RunReport, instruments_of
 from torchtitan_lite.optim.clip import gradient_norm, scale_gradients
 from torchtitan_lite.optim.optimizer import build_optimizer, group_table, set_learning_rate
 from torchtitan_lite.optim.schedule import lr_factor
 
-SYNTHETIC_ROWS = 1 << 20  # more than a run that tries things out will read
-
 
 class TrainingStopped(RuntimeError):
     """The run cannot go on; the message says why and what to try."""
-
-
-def open_sources(config: Config, model_config: ModelConfig) -> tuple[Source, Source | None]:
-    """The rows to train on and, when asked for, the rows held out.
-
-    Text is tokenised here, which may take longer than a collective may wait: call it before the
-    process group is up. Raises ConfigError for data that is missing, bad or of another vocabulary.
-    """
-
-    def rows(section: str, kind: str, path: str, seq_len: int) -> Source:
-        if kind == "synthetic":
-            seed = config.debug.seed + (section == "validation")
-            return SyntheticRows(
-                model_config.vocab_size, seq_len, num_rows=SYNTHETIC_ROWS, seed=seed
-            )
-        key = f"{section}.dataset_path"
-        if kind == "tokens":
-            folder = Path(path)
-        else:
-            folder = prepare(
-                kind,
-                path,
-                load_tokenizer(config.model.hf_assets_path),
-                cache=config.training.token_cache,
-                text_column=config.training.dataset_text_column,
-                key=key,
-            )
-        shards = TokenShards(folder, key=key)
-        shards.check_vocabulary(model_config.vocab_size)
-        return TokenRows(shards, seq_len, key=key)
-
-    training, validation = config.training, config.validation
-    train_rows = rows("training", training.dataset, training.dataset_path, training.seq_len)
-    if not validation.enable:
-        return train_rows, None
-    seq_len = validation_seq_len(config)
-    held_out = rows("validation", validation.dataset, validation.dataset_path, seq_len)
-    return train_rows, held_out
 
 
 class Trainer:
@@ -119,7 +74,7 @@ class Trainer:
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         parallelism = config.parallelism
-        self.device = devices.local_device(_local_rank())
+        self.device = devices.local_device(int(os.environ.get("LOCAL_RANK", "0")))
         devices.set_device(self.device)
         devices.seed_all(config.debug.seed)
         if config.debug.deterministic:
@@ -165,10 +120,6 @@ class Trainer:
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         options = self.config.optimizer
-        with torch.device("meta"):
-            from torchtitan_lite.models.decoder import Decoder
-
-            whole = [name for name, _ in Decoder(self.model.config).named_parameters()]
         user_wrote_no_decay = "optimizer.no_decay" in self.config.user_set
         return build_optimizer(
             self.model.named_parameters,
@@ -182,7 +133,7 @@ class Trainer:
             implementation=options.implementation,
             no_decay=options.no_decay,
             lr_multipliers=options.lr_multipliers,
-            all_names=whole,
+            all_names=parameter_names(self.model.config),
             strict_patterns=None if user_wrote_no_decay else (),
         )
 
@@ -299,43 +250,22 @@ class Trainer:
 
     def train(self) -> None:
         """Train until training.steps; log, validate and save on the way."""
-        config, rank = self.config, dist.get_rank()
+        config = self.config
         if self.step >= config.training.steps:
             logger.warning(
                 f"nothing to train: the run is at step {self.step} and training.steps is "
                 f"{config.training.steps}"
             )
             return
-        options = config.profiling
         with ExitStack() as stack:
-            metrics = self._open_metrics()
-            stack.callback(metrics.close)
+            report = self._open_report()
+            stack.callback(report.close)
             stack.callback(self.loader.close)
-            garbage = stack.enter_context(devices.GarbageCollection(config.training.gc_freq))
-            profiler = stack.enter_context(
-                profiling(
-                    enabled=options.enable_profiling,
-                    dump_folder=config.job.dump_folder,
-                    traces_folder=options.save_traces_folder,
-                    freq=options.profile_freq,
-                    active=options.profiler_active,
-                    warmup=options.profiler_warmup,
-                    rank=rank,
-                    start_step=self.step,
-                )
-            )
-            snapshot = stack.enter_context(
-                memory_snapshot(
-                    enabled=options.enable_memory_snapshot,
-                    dump_folder=config.job.dump_folder,
-                    snapshot_folder=options.save_memory_snapshot_folder,
-                    freq=options.profile_freq,
-                    rank=rank,
-                    start_step=self.step,
-                )
+            instruments = stack.enter_context(
+                instruments_of(config, rank=dist.get_rank(), start_step=self.step)
             )
             first_step = self.step + 1
-            self.timer = self._new_timer()
+            self.timer = report.start_timer()
             while self.step < config.training.steps:
                 if self.checkpoints is not None:
                     self.checkpoints.poll()  # a failed save surfaces here
@@ -343,58 +273,45 @@ class Trainer:
                 if self.step == first_step:
                     set_timeout(self.mesh, config.comm.train_timeout_seconds)
                 if self._is_due(config.metrics.log_freq, first_step) or "event" in record:
-                    self._log(metrics, record)
+                    report.write(self._complete(record))
                 with self.timer.not_training():
-                    if self.held_out is not None and self._is_due(config.validation.freq):
-                        self._log_validation(metrics)
-                    if self.checkpoints is not None and self._is_due(config.checkpoint.interval):
-                        self._save()
-                garbage.step(self.step)
-                profiler.step()
-                snapshot.step()
+                    self._validate_and_save(report)
+                instruments(self.step)
             if self.checkpoints is not None:
                 self.checkpoints.finish()
         logger.info(f"done: {self.step} steps, {self.tokens_seen:,} tokens")
 
+    def _validate_and_save(self, report: RunReport) -> None:
+        if self.held_out is not None and self._is_due(self.config.validation.freq):
+            loss = self.validate()
+            report.write({"step": self.step, "event": "validation", "validation_loss": loss})
+        if self.checkpoints is not None and self._is_due(self.config.checkpoint.interval):
+            self._save()
+
     def _is_due(self, freq: int, first_step: int = -1) -> bool:
         return self.step % freq == 0 or self.step in (first_step, self.config.training.steps)
 
-    def _new_timer(self) -> StepTimer:
-        return StepTimer(
-            num_devices=dist.get_world_size(),
+    def _open_report(self) -> RunReport:
+        return RunReport(
+            self.config,
             flops_per_token=flops_per_token(self.model.config, self.config.training.seq_len),
-            peak_flops=devices.peak_flops(
-                devices.device_name(),
-                getattr(torch, self.config.training.mixed_precision_param),
-            ),
+            rank=dist.get_rank(),
+            num_devices=dist.get_world_size(),
         )
 
-    def _open_metrics(self) -> MetricsWriter:
-        options = self.config.metrics
-        return MetricsWriter(
-            self.config.job.dump_folder,
-            enabled=dist.get_rank() == 0,
-            tensorboard_folder=options.save_tb_folder if options.enable_tensorboard else None,
-            wandb=options.enable_wandb,
-            run_config=to_dict(self.config),
-        )
-
-    def _log(self, metrics: MetricsWriter, record: Record) -> None:
+    def _complete(self, record: Record) -> Record:
+        """Add what only a logged step asks for, in part from the other ranks."""
         loss, largest = self._global_loss()
         record |= {"loss": loss[1], "loss_max": largest}
         if self.config.loss.z_loss_weight:
             record["z_loss"] = self.config.loss.z_loss_weight * loss[2]
         record |= {"tokens_seen": self.tokens_seen, **self.timer.read()}
         record |= {"memory_gib": devices.memory_gib(), "skipped_steps": self.skipped_steps}
-        metrics.write(record)
-        total = self.config.training.steps
-        eta = self.timer.eta_seconds(total - self.step)
-        color = use_color(not self.config.metrics.disable_color_printing)
-        logger.info(format_line(record, total_steps=total, eta_seconds=eta, color=color))
+        return record
 
     def _global_loss(self) -> tuple[list[float], float]:
         """([loss, cross-entropy, z] per token of the last global batch, largest local mean)."""
-        mine = self._holds_loss()
+        mine = self.mesh.owns_data and self.model.has_loss
         sums = self.loss.totals if mine else torch.zeros_like(self.loss.totals)
         sums = sums.clone()
         dist.all_reduce(sums)
@@ -405,47 +322,20 @@ class Trainer:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return (sums / self.loss.num_tokens).tolist(), largest.item()
 
-    def _holds_loss(self) -> bool:
-        pipeline = self.model.pipeline
-        return self.mesh.owns_data and (pipeline is None or pipeline.has_last)
-
-    # --- validation ---------------------------------------------------------------------------
-
     def validate(self) -> float:
-        """Mean cross-entropy per token of the held-out rows, the same on every mesh.
-
-        Covers validation.steps global batches, or all rows. Moves no state of the training.
-        """
+        """Mean cross-entropy per token of the held-out rows: validation.steps global batches of
+        them, or all."""
         assert self.held_out is not None
         options = self.config.validation
-        held_out: Any = self.held_out
-        if options.steps >= 0:
-            num_rows = min(len(held_out), options.steps * self.config.training.global_batch_size)
-            held_out = torch.utils.data.Subset(held_out, range(num_rows))
-        loss = GlobalBatchLoss(self.device)
-        num_tokens = 0
-        for batch in held_out_batches(
-            held_out,
-            batch_rank=self.mesh.batch_rank,
-            batch_degree=self.mesh.degrees.batch,
+        num_rows = options.steps * self.config.training.global_batch_size
+        return evaluate(
+            self.model,
+            self.held_out,
+            mesh=self.mesh,
+            device=self.device,
             local_batch_size=options.local_batch_size,
-        ):
-            num_tokens += int((batch.labels != IGNORE_LABEL).sum())
-            self.model.evaluate(
-                batch.tokens.to(self.device), batch.labels.to(self.device), loss=loss
-            )
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self._holds_loss():
-            totals[0], totals[1] = loss.totals[1], num_tokens
-        dist.all_reduce(totals)
-        return (totals[0] / totals[1]).item()
-
-    def _log_validation(self, metrics: MetricsWriter) -> None:
-        record = {"step": self.step, "event": "validation", "validation_loss": self.validate()}
-        metrics.write(record)
-        total = self.config.training.steps
-        color = use_color(not self.config.metrics.disable_color_printing)
-        logger.info(format_line(record, total_steps=total, color=color))
+            num_rows=None if options.steps < 0 else num_rows,
+        )
 
     # --- checkpoints --------------------------------------------------------------------------
 
@@ -474,7 +364,7 @@ class Trainer:
         self.checkpoints.save(self.step, state, model_only=model_only)
 
     def _load(self) -> None:
-        """Resume from the newest valid checkpoint, else start from initial_load_path, else fresh."""
+        """Resume from the newest valid checkpoint, else begin from initial_load_path or fresh."""
         assert self.checkpoints is not None
         options = self.config.checkpoint
         exclude = options.exclude_from_loading
@@ -510,9 +400,3 @@ class Trainer:
         self.loader.load_state_dict(
             {key: int(value) for key, value in read_train_state(state, part="dataloader").items()}
         )
-
-
-def _local_rank() -> int:
-    import os
-
-    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +13,13 @@ from tests.config.cases import checked, degrees
 from torchtitan_lite.config import (
     Config,
     load_config,
-    num_accumulation_steps,
-    num_microbatches,
     num_schedule_steps,
     num_stages,
     num_warmup_steps,
     resolve,
     validation_seq_len,
 )
-from torchtitan_lite.config.derived import divisors, schedule_accepts
+from torchtitan_lite.config.derived import divisors, schedule_needs
 
 
 def test_the_rest_of_the_world_shards() -> None:
@@ -57,16 +56,46 @@ def test_resolving_twice_changes_nothing() -> None:
         assert config == once
 
 
-def test_accumulation_and_microbatches_share_the_global_batch() -> None:
-    argv = ["--training.local_batch_size=4", "--training.global_batch_size=24"]
-    config = checked(argv, world=2)
-    assert num_accumulation_steps(config, 2) == 3
-    pipeline = checked(
-        [*argv, *degrees(pp=2), "--parallelism.pipeline_parallel_microbatch_size=2"], world=4
-    )
-    assert pipeline.parallelism.batch_ranks == 2
-    # A rank's 12 rows are one call of the schedule, in pieces of 2.
-    assert num_microbatches(pipeline, 2) == 6
+@pytest.mark.parametrize(
+    ("argv", "stage"),
+    [
+        ([], 2),
+        (["--parallelism.zero_stage=3"], 3),
+        (["--parallelism.zero_stage=1"], 1),
+        (["--parallelism.zero_stage=0"], 0),
+        (["--parallelism.fsdp_reshard_after_forward=always"], 3),
+        (["--parallelism.fsdp_reshard_after_forward=never"], 2),
+    ],
+)
+def test_under_a_pipeline_parameters_stay_gathered_unless_the_user_says_otherwise(
+    argv: list[str], stage: int
+) -> None:
+    config = checked([*degrees(pp=2), *argv], world=4)
+    assert config.parallelism.zero_stage == stage
+    resolve(config, 4)
+    assert config.parallelism.zero_stage == stage
+    # Without a pipeline 3 is the default.
+    assert checked([], world=4).parallelism.zero_stage == 3
+
+
+def test_a_zero_stage_in_a_file_is_kept_even_if_it_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[parallelism]\nzero_stage = 3\n")
+    config = checked(["--job.config_file", str(path), *degrees(pp=2)], world=4)
+    assert config.parallelism.zero_stage == 3
+
+
+def test_a_configuration_built_in_code_is_resolved_alike() -> None:
+    config = Config()
+    config.parallelism.pipeline_parallel_degree = 2
+    resolve(config, 4)
+    assert config.parallelism.zero_stage == 2
+    config = Config()
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.fsdp_reshard_after_forward = "always"
+    for _ in range(2):
+        resolve(config, 4)
+        assert config.parallelism.zero_stage == 3
 
 
 @pytest.mark.parametrize(
@@ -159,12 +188,8 @@ def _against_torch() -> list[Any]:
         dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=pipeline)
         for name, count in itertools.product(SCHEDULES, range(1, 14)):
-            ours = schedule_accepts(
-                name,
-                num_microbatches=count,
-                num_stages=pipeline * (1 if name in ("GPipe", "1F1B") else 2),
-                pipeline_degree=pipeline,
-            )
+            stages = pipeline * (1 if name in ("GPipe", "1F1B") else 2)
+            ours = schedule_needs(name, count, stages=stages, degree=pipeline) is None
             if ours != accepted_by_torch(name, pipeline, count):
                 differences.append((name, pipeline, count, ours))
     return differences

@@ -8,7 +8,7 @@ import pytest
 
 from tests.config.cases import SYNTHETIC, Shape, checked, degrees, warnings
 from torchtitan_lite.config import config_warnings, load_and_check, to_toml
-from torchtitan_lite.config.effects import ACTS
+from torchtitan_lite.config.effects import SILENT
 from torchtitan_lite.config.schema import all_keys
 
 PP = "--parallelism.pipeline_parallel"
@@ -102,26 +102,42 @@ def test_keys_of_the_data_warn_where_nothing_reads_them(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("x")
     argv = [*QUIET, f"--training.dataset_path={tmp_path / 'data'}"]
     (line,) = warnings(argv)
-    assert line.endswith("has no effect; training.dataset is synthetic")
+    assert line.endswith('has no effect; training.dataset is "synthetic"')
     tokens = [*argv, "--training.dataset=tokens"]
     assert warnings(tokens) == []
     (line,) = warnings([*tokens, "--training.token_cache=x"])
-    assert line.endswith("no dataset is text to be tokenised")
+    assert line.endswith('training.dataset is "tokens" and validation.enable is false')
     text = [*argv, "--training.dataset=text", f"--model.hf_assets_path={tmp_path}"]
     assert warnings([*text, "--training.token_cache=x"]) == []
     (line,) = warnings([*text, "--training.dataset_text_column=x"])
-    assert line.endswith("no dataset has columns")
+    assert line.endswith('training.dataset is "text" and validation.enable is false')
     assert warnings([*text, "--training.dataset=jsonl", "--training.dataset_text_column=x"]) == []
 
 
-def test_every_row_is_about_a_key_that_exists() -> None:
+def test_every_row_is_about_keys_that_exist() -> None:
     from fnmatch import fnmatchcase
 
-    for row in ACTS:
-        for pattern in row.keys:
-            matched = [name for name in all_keys() if fnmatchcase(name, pattern)]
-            assert matched, pattern
-            assert not {"checkpoint.enable", "validation.enable"} & set(matched)
+    for pattern, others in SILENT:
+        assert [name for name in all_keys() if fnmatchcase(name, pattern)], pattern
+        assert set(others) <= set(all_keys())
+
+
+def test_switching_a_section_off_is_no_warning_itself() -> None:
+    off = ["--checkpoint.no_enable", "--validation.no_enable", "--optimizer.weight_decay=0"]
+    assert warnings([*QUIET, *off]) == []
+
+
+def test_parameters_gathered_anew_for_every_micro_batch_are_told() -> None:
+    argv = [*QUIET, *degrees(pp=2), "--parallelism.zero_stage=3"]
+    (line,) = warnings(argv, world=4)
+    assert line == (
+        "parallelism.zero_stage = 3 (from --parallelism.zero_stage): gathers the parameters anew "
+        "for every micro-batch; 2 keeps them"
+    )
+    assert warnings([*argv, "--parallelism.zero_stage=2"], world=4) == []
+    assert warnings([*QUIET, "--parallelism.zero_stage=3"], world=4) == []
+    (line,) = warnings(argv, world=2)
+    assert line.endswith("has no effect; there is one rank to share")
 
 
 def test_a_saved_configuration_warns_of_nothing_that_was_left_at_its_default(

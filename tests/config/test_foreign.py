@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.config import ConfigError, load_config
-from torchtitan_lite.config.foreign import ABSENT, RENAMED
-from torchtitan_lite.config.schema import all_keys
-from torchtitan_lite.config.text import toml_value
+from torchtitan_lite.config.foreign import ROWS, Foreign, foreign_row
+from torchtitan_lite.config.schema import all_keys, toml_value
 
 LLAMA3_8B = """
 [job]
@@ -68,6 +67,38 @@ filter_fqns = ["output"]
 enable = false
 freq = 500
 steps = 1200
+[experimental]
+"""
+
+# Every key of v0.2.2 that is not one of ours, and the older names.
+ABSENT = """
+activation_checkpoint: early_stop memory_budget visualize_memory_budget_pareto preserve_rng_state
+activation_checkpoint: determinism_check debug per_op_sac_force_recompute_mm_shapes_by_fqns
+checkpoint: initial_load_in_hf initial_load_in_hf_quantized last_save_in_hf load_only
+checkpoint: enable_first_step_checkpoint create_seed_checkpoint enable_ft_dataloader_checkpoints
+comm: trace_buf_size save_traces_folder save_traces_file_prefix mode
+compile: enable components backend
+debug: deterministic_warn_only moe_force_load_balance
+experimental: custom_import custom_args_module
+fault_tolerance: enable process_group process_group_timeout_ms replica_id group_size
+float8: recipe_name
+job: custom_config_module
+memory_estimation: enable disable_fake_mode
+metrics: save_for_all_ranks
+model: converters print_after_conversion
+mx: recipe_name
+optimizer: early_step_in_backward
+parallelism: enable_async_tensor_parallel pipeline_parallel_schedule_csv expert_parallel_degree
+parallelism: pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
+parallelism: pipeline_parallel_expert_parallel_overlap context_parallel_load_balancer
+parallelism: context_parallel_rotate_method expert_tensor_parallel_degree
+parallelism: expert_parallel_comm_backend
+quantize.grouped_mm.float8: fqns
+quantize.linear.float8: recipe_name enable_fsdp_float8_all_gather filter_fqns emulate
+quantize.linear.mx: mxfp8_dim1_cast_kernel_choice
+training: compile gc_debug
+training.dataloader: persistent_workers pin_memory
+validation.dataloader: num_workers pin_memory
 """
 
 
@@ -82,45 +113,52 @@ def _refusal(name: str, value: Any, folder: Path) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("pattern", ABSENT)
-def test_each_row_is_refused_by_name_and_its_neutral_values_are_taken(
-    pattern: str, tmp_path: Path
+def _names() -> list[str]:
+    lines = [line.split(": ") for line in ABSENT.strip().splitlines()]
+    return [f"{table}.{name}" for table, names in lines for name in names.split()]
+
+
+@pytest.mark.parametrize("name", _names())
+def test_each_key_of_torchtitan_is_refused_and_its_neutral_values_are_taken(
+    name: str, tmp_path: Path
 ) -> None:
-    name = pattern.replace("*.dataloader", "training.dataloader").replace("*", "linear.anything")
-    row = ABSENT[pattern]
+    row = foreign_row(name)
+    assert row is not None
     (line,) = _refusal(name, "some other value", tmp_path)
-    assert line.startswith(f"{name} = ") and line.endswith(row.instead)
+    assert line.startswith(f"{name} = ")
+    assert line.endswith(f": not in this project; {row.instead}")
     for neutral in row.neutral:
-        if neutral is not None:
-            assert _refusal(name, neutral, tmp_path) == []
+        assert _refusal(name, neutral, tmp_path) == []
 
 
-@pytest.mark.parametrize("old", RENAMED)
-def test_each_renamed_key_names_its_successor(old: str, tmp_path: Path) -> None:
-    assert RENAMED[old] in all_keys()
-    (line,) = _refusal(old, 1, tmp_path)
-    assert line.endswith(f"renamed; use {RENAMED[old]}")
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.neutral], ids=lambda row: row.keys)
+def test_each_renamed_key_names_its_successor_whatever_its_value(
+    row: Foreign, tmp_path: Path
+) -> None:
+    successor = row.instead.removeprefix("use ")
+    assert successor in all_keys()
+    name = row.keys.replace("*", "parallelism")
+    for value in (1, False, ""):
+        (line,) = _refusal(name, value, tmp_path)
+        assert line.endswith(f"use {successor}")
 
 
-def test_no_row_hides_a_key_that_exists() -> None:
-    from torchtitan_lite.config.foreign import absent
-
-    assert not [name for name in all_keys() if absent(name) or name in RENAMED]
+def test_no_row_hides_a_key_that_exists_and_each_row_is_about_some_key() -> None:
+    assert not [name for name in all_keys() if foreign_row(name)]
+    used = [foreign_row(name) for name in _names()]
+    assert [row.keys for row in ROWS if row.neutral and row not in used] == []
 
 
 @pytest.mark.parametrize(
     "argv",
     [
         ["--compile.enable", "false"],
-        ["--compile.no_enable"],
         ["--compile.enable=False"],
-        ["--compile.components=model,loss"],
         ["--compile.components", "[]"],
         ["--model.converters", ""],
         ["--parallelism.expert_parallel_degree", "1"],
         ["--parallelism.expert-parallel-degree=1"],
         ["--parallelism.context_parallel_load_balancer", "none"],
-        ["--quantize.linear.float8.no_emulate"],
     ],
 )
 def test_on_the_command_line_too_a_neutral_value_is_taken(argv: list[str]) -> None:

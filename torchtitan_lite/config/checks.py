@@ -1,8 +1,8 @@
 """What must hold between keys, and between the configuration, the model and the world.
 
-Each check is a function from the same facts to problems; `CHECKS` lists them. All of them run
-before any process group exists, and all problems are told at once. A problem names the keys it is
-about: if one of them could not be read, the problem may be an echo and stays untold.
+Each check yields its findings: the keys it is about, the reason, the fix. `CHECKS` lists them. All
+run before any process group exists, and all problems are told at once. If one of a finding's keys
+could not be read, the finding may be an echo and stays untold.
 
 Proven in tests/config/test_checks.py, each check with a configuration that passes and one that
 does not.
@@ -10,39 +10,61 @@ does not.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
-from torchtitan_lite.config.derived import (
-    RESHARD_ZERO_STAGE,
-    divisors,
-    global_batch_size,
-    other_degrees,
-    resolve,
-    shard_degree,
-    validation_seq_len,
-)
-from torchtitan_lite.config.facts import (
-    BATCH,
-    CONTEXT,
-    DEGREES,
-    SHARD,
-    TENSOR,
-    Facts,
-    ModelShape,
-    Problem,
-    nearest_number,
-    problem,
-)
+from torchtitan_lite.config import derived
+from torchtitan_lite.config.derived import ZERO_STAGE, ZERO_STAGE_ALIAS, divisors
 from torchtitan_lite.config.keys import Config, ConfigError
-from torchtitan_lite.config.load import problem_line, read_sources, similar_file
-from torchtitan_lite.config.pipeline_checks import PIPELINE_CHECKS
-from torchtitan_lite.config.schema import get_value
-from torchtitan_lite.config.values import one_of
+from torchtitan_lite.config.load import read_sources
+from torchtitan_lite.config.schema import Problem, get_value, one_of, told
+
+TENSOR = "parallelism.tensor_parallel_degree"
+PIPELINE = "parallelism.pipeline_parallel_degree"
+REPLICATE = "parallelism.data_parallel_replicate_degree"
+SHARD = "parallelism.data_parallel_shard_degree"
+DEGREES = {"pp": PIPELINE, "dp_replicate": REPLICATE, "dp_shard": SHARD, "tp": TENSOR}
+CUT_BY_TENSOR = (
+    "num_attention_heads", "num_key_value_heads", "intermediate_size", "padded_vocab_size"
+)  # fmt: skip
+LOCAL_BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
+BY_HAND = "parallelism.module_fqns_per_model_part"
+
+
+class ModelShape(Protocol):
+    """What the checks ask of a model's configuration."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def padded_vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+class Facts(NamedTuple):
+    """What a check may look at; `batch_ranks` is None where the degrees do not fit the world."""
+
+    config: Config
+    model: ModelShape | None
+    world_size: int
+    batch_ranks: int | None
+
 
 M = TypeVar("M", bound=ModelShape)
+Findings = Iterator[tuple[Sequence[str], str, str]]
 
 
 def load_and_check(
@@ -54,22 +76,22 @@ def load_and_check(
     where it cannot. Its problems, those of reading and those of the checks are raised together,
     as one ConfigError with one line a problem.
     """
-    reading = read_sources(argv)
-    problems = list(reading.problems)
+    config, problems = read_sources(argv)
+    lines = [problem.line for problem in problems]
+    failed = {key for problem in problems for key in problem.keys}
     model: M | None = None
-    if not any(name.startswith("model.") for name in reading.failed):
+    if not any(name.startswith("model.") for name in failed):
         try:
-            model = resolve_model(reading.config)
+            model = resolve_model(config)
         except ConfigError as error:
-            problems.extend(str(error).splitlines())
-    for found in check_config(reading.config, model, world_size):
-        if reading.failed.isdisjoint(found.keys):
-            problems.append(found.line)
-    if problems:
-        raise ConfigError("\n".join(problems))
+            lines += str(error).splitlines()
+    found = check_config(config, model, world_size)
+    lines += [problem.line for problem in found if failed.isdisjoint(problem.keys)]
+    if lines:
+        raise ConfigError("\n".join(lines))
     assert model is not None, "no model and no problem"
-    resolve(reading.config, world_size)
-    return reading.config, model
+    derived.resolve(config, world_size)
+    return config, model
 
 
 def check_config(config: Config, model: ModelShape | None, world_size: int) -> list[Problem]:
@@ -77,237 +99,206 @@ def check_config(config: Config, model: ModelShape | None, world_size: int) -> l
 
     Without a model, the checks that need one are left out.
     """
-    shard = shard_degree(config.parallelism, world_size)
-    replicate = config.parallelism.data_parallel_replicate_degree
-    facts = Facts(config, model, world_size, None if shard is None else replicate * shard)
-    return [found for check in (*CHECKS, *PIPELINE_CHECKS) for found in check(facts)]
+    shard = derived.shard_degree(config.parallelism, world_size)
+    ranks = None if shard is None else shard * config.parallelism.data_parallel_replicate_degree
+    facts = Facts(config, model, world_size, ranks)
+    return [told(config, *finding) for check in CHECKS for finding in check(facts)]
 
 
-def _world(facts: Facts) -> Iterator[Problem]:
-    config, world = facts.config, facts.world_size
-    parallelism = config.parallelism
-    if parallelism.context_parallel_degree != 1:
-        yield problem(
-            config,
-            (CONTEXT,),
-            reason="this version has no context parallelism",
-            fix="set it to 1; for long rows use tensor parallelism with sequence parallelism",
-        )
+def _world(facts: Facts) -> Findings:
+    config, _, world, ranks = facts
+    if config.parallelism.context_parallel_degree != 1:
+        reason = "this version has no context parallelism"
+        fix = "set it to 1; for long rows use tensor parallelism with sequence parallelism"
+        yield ["parallelism.context_parallel_degree"], reason, fix
+    elif ranks is None:
+        sizes = {axis: get_value(config, key) for axis, key in DEGREES.items()}
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        others = derived.degrees_but_shard(config.parallelism)
+        fix = f"let pp x dp_replicate x tp be {one_of(divisors(world))}, and {SHARD} -1"
+        if world % others == 0:
+            fix = f"set {SHARD} to {world // others}, or to -1 for the rest of the world"
+        # One of those that are not 1 is the one to change.
+        keys = sorted(reversed(DEGREES.values()), key=lambda key: get_value(config, key) in (1, -1))
+        yield keys, f"{product} is no mesh of {world} ranks", fix
+
+
+def _zero_stage(facts: Facts) -> Findings:
+    config, parallelism = facts.config, facts.config.parallelism
+    means = derived.RESHARD_ZERO_STAGE.get(parallelism.fsdp_reshard_after_forward)
+    if means is not None and ZERO_STAGE in config.sources and parallelism.zero_stage != means:
+        reason = f"means {ZERO_STAGE} = {means}, which is set to {parallelism.zero_stage}"
+        yield (ZERO_STAGE_ALIAS, ZERO_STAGE), reason, "keep one of the two"
+    schedule = parallelism.pipeline_parallel_schedule
+    split = schedule in derived.SPLIT_BACKWARD_SCHEDULES
+    if split and parallelism.pipeline_parallel_degree > 1 and derived.zero_stage(config) == 3:
+        reason = f"under {schedule}, which splits the backward, resharded parameters give wrong "
+        reason += "gradients: it looks them up before they are gathered again"
+        fix = f"set {ZERO_STAGE} to 2, or choose another schedule"
+        yield (ZERO_STAGE, ZERO_STAGE_ALIAS, SCHEDULE, PIPELINE), reason, fix
+
+
+def _tensor_parallel(facts: Facts) -> Findings:
+    degree, model = facts.config.parallelism.tensor_parallel_degree, facts.model
+    if model is None:
         return
-    if facts.batch_ranks is not None:
-        return
-    shard = parallelism.data_parallel_shard_degree
-    others = other_degrees(parallelism)
-    product = others * max(shard, 1)
-    ranks = "1 rank" if world == 1 else f"{world} ranks"
-    reason = (
-        f"pp {parallelism.pipeline_parallel_degree} x "
-        f"dp_replicate {parallelism.data_parallel_replicate_degree} x "
-        f"dp_shard {shard if shard > 0 else 'the rest'} x cp 1 x "
-        f"tp {parallelism.tensor_parallel_degree} = {product}"
-    )
-    if shard == -1:
-        reason += f", which does not divide this world of {ranks}"
-    else:
-        reason += f", and this is a world of {ranks}"
-    yield problem(config, _degrees_at_fault(config), reason=reason, fix=_fitting(config, world))
-
-
-def _degrees_at_fault(config: Config) -> tuple[str, ...]:
-    """All degrees, those that are not 1 first, as one of these is the one to change."""
-    return tuple(sorted(DEGREES, key=lambda name: get_value(config, name) in (1, -1)))
-
-
-def _fitting(config: Config, world: int) -> str:
-    """The smallest change of one degree that makes the mesh fit the world."""
-    others = other_degrees(config.parallelism)
-    shard = config.parallelism.data_parallel_shard_degree
-    if shard != -1 and world % others == 0:
-        return f"set {SHARD} to {world // others}, or to -1 for the rest of the world"
-    for name in _degrees_at_fault(config):
-        degree = get_value(config, name)
-        rest = others // degree * max(shard, 1)
-        if name == SHARD or degree == 1 or world % rest:
-            continue
-        fitting = divisors(world // rest) if shard == -1 else [world // rest]
-        return f"set {name} to {nearest_number(fitting, degree)}"
-    return f"choose degrees whose product divides {world}, and set {SHARD} to -1"
-
-
-def _zero_stage_alias(facts: Facts) -> Iterator[Problem]:
-    parallelism = facts.config.parallelism
-    alias = "parallelism.fsdp_reshard_after_forward"
-    means = RESHARD_ZERO_STAGE.get(parallelism.fsdp_reshard_after_forward)
-    said = "parallelism.zero_stage" in facts.config.sources
-    if means is not None and said and parallelism.zero_stage != means:
-        yield problem(
-            facts.config,
-            (alias, "parallelism.zero_stage"),
-            reason=f"means parallelism.zero_stage = {means}, which is set to "
-            f"{parallelism.zero_stage}",
-            fix="keep one of the two",
-        )
-
-
-def _tensor_parallel(facts: Facts) -> Iterator[Problem]:
-    degree = facts.config.parallelism.tensor_parallel_degree
-    if facts.model is None:
-        return
-    sizes = {
-        "num_attention_heads": facts.model.num_attention_heads,
-        "num_key_value_heads": facts.model.num_key_value_heads,
-        "intermediate_size": facts.model.intermediate_size,
-        "padded_vocab_size": facts.model.padded_vocab_size,
-    }
+    sizes = {name: getattr(model, name) for name in CUT_BY_TENSOR}
     uneven = [f"{name} {size}" for name, size in sizes.items() if size % degree]
     if uneven:
-        fitting = divisors(math.gcd(*sizes.values()))
-        yield problem(
-            facts.config,
-            (TENSOR,),
-            reason=f"{degree} does not divide the model's {', '.join(uneven)}",
-            fix=f"degrees that divide all are {one_of(fitting)}, "
-            f"the nearest is {nearest_number(fitting, degree)}",
-        )
+        fix = f"degrees that divide all are {one_of(divisors(math.gcd(*sizes.values())))}"
+        yield (TENSOR,), f"{degree} does not divide the model's {', '.join(uneven)}", fix
 
 
-def _sequence_parallel(facts: Facts) -> Iterator[Problem]:
-    config = facts.config
-    degree = config.parallelism.tensor_parallel_degree
-    if degree == 1 or not config.parallelism.enable_sequence_parallel:
-        return
+def _sequence_parallel(facts: Facts) -> Findings:
+    config, degree = facts.config, facts.config.parallelism.tensor_parallel_degree
+    switch = "parallelism.enable_sequence_parallel"
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable and config.validation.seq_len != -1:
-        lengths["validation.seq_len"] = validation_seq_len(config)
+        lengths["validation.seq_len"] = config.validation.seq_len
     for name, length in lengths.items():
-        if length % degree:
-            yield problem(
-                config,
-                (name, TENSOR, "parallelism.enable_sequence_parallel", "validation.enable"),
-                reason=f"sequence parallelism shares the {length} tokens of a row among "
-                f"{degree} ranks, which does not divide them",
-                fix=f"set {name} to {_multiples_around(length, degree)}, "
-                "or parallelism.enable_sequence_parallel to false",
-            )
+        if config.parallelism.enable_sequence_parallel and length % degree:
+            reason = f"sequence parallelism shares the {length} tokens of a row among {degree} "
+            reason += "ranks, which does not divide them"
+            fix = f"set {name} to {_multiple(length, degree)}, or {switch} to false"
+            yield (name, TENSOR, switch, "validation.enable"), reason, fix
 
 
-def _global_batch(facts: Facts) -> Iterator[Problem]:
-    config, ranks = facts.config, facts.batch_ranks
-    if ranks is None:
-        return
+def _global_batch(facts: Facts) -> Findings:
+    config, _, _, ranks = facts
     local = config.training.local_batch_size
-    rows, unit = global_batch_size(config, ranks), local * ranks
-    if rows % unit:
-        yield problem(
-            config,
-            (*BATCH, *DEGREES),
-            reason=f"training.global_batch_size {rows} is not a multiple of "
-            f"training.local_batch_size {local} x {ranks} batch ranks = {unit}",
-            fix=f"set training.global_batch_size to {_multiples_around(rows, unit)}"
-            + _local_batch_advice(rows, ranks, local),
-        )
+    if ranks is not None and derived.global_batch_size(config, ranks) % (local * ranks):
+        rows, unit = config.training.global_batch_size, local * ranks
+        reason = f"{GLOBAL_BATCH} {rows} is not a multiple of {LOCAL_BATCH} {local} x "
+        reason += f"{ranks} batch ranks = {unit}"
+        fix = f"set {GLOBAL_BATCH} to {_multiple(rows, unit)}"
+        yield (GLOBAL_BATCH, LOCAL_BATCH, *DEGREES.values()), reason, fix
 
 
-def _local_batch_advice(rows: int, ranks: int, local: int) -> str:
-    if rows % ranks:
-        return ""
-    fitting = nearest_number(divisors(rows // ranks), local)
-    return f", or training.local_batch_size to {fitting}"
+def _multiple(number: int, unit: int) -> str:
+    return f"a multiple of {unit}, such as {max(1, round(number / unit)) * unit}"
 
 
-def _multiples_around(number: int, unit: int) -> str:
-    below = number // unit * unit
-    return one_of([below, below + unit] if below else [unit])
-
-
-def _data(facts: Facts) -> Iterator[Problem]:
-    config = facts.config
-    yield from _data_path(config, "training")
-    if config.validation.enable:
-        yield from _data_path(config, "validation")
-    tokenizer = os.path.join(config.model.hf_assets_path, "tokenizer.json")
-    sections = ("training", "validation") if config.validation.enable else ("training",)
-    if os.path.isfile(tokenizer) or not any(_is_tokenised(config, name) for name in sections):
+def _stages(facts: Facts) -> Findings:
+    """The number of stages fits the schedule, the ranks and the layers."""
+    config, model, parallelism = facts.config, facts.model, facts.config.parallelism
+    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if degree == 1 or model is None:
         return
-    yield problem(
-        config,
-        ("model.hf_assets_path", "training.dataset", "validation.dataset", "validation.enable"),
-        reason=f"there is no {tokenizer}, and the data has to be tokenised",
-        fix="give the folder that holds tokenizer.json, or data of dataset tokens or synthetic",
-    )
-
-
-def _is_tokenised(config: Config, section: str) -> bool:
-    """Whether a tokenizer is needed to read a section's data."""
-    dataset = get_value(config, f"{section}.dataset")
-    path = get_value(config, f"{section}.dataset_path")
-    # Of the kinds that auto finds, token shards alone have an index beside them.
-    shards = dataset == "auto" and os.path.isfile(os.path.join(path, "index.json"))
-    return dataset not in ("tokens", "synthetic") and not shards
-
-
-def _data_path(config: Config, section: str) -> Iterator[Problem]:
-    name, dataset = f"{section}.dataset_path", get_value(config, f"{section}.dataset")
-    path = get_value(config, name)
-    if dataset == "synthetic":
-        return
-    keys = (name, f"{section}.dataset", "validation.enable")[: 2 if section == "training" else 3]
-    if path == "":
-        reason = f"{section}.dataset {dataset} reads a file or a folder, and none is given"
-        fix = f'set {name}, or {section}.dataset to "synthetic"'
-    elif not os.path.exists(path):
-        reason, fix = "no such file or folder", similar_file(path)
-    elif not _has_content(path):
-        reason, fix = "is empty", "give a file or a folder with data"
+    stages, layers = derived.num_stages(config, model.num_hidden_layers), model.num_hidden_layers
+    if schedule in derived.SINGLE_STAGE_SCHEDULES:
+        fits, needs = stages == degree, f"{degree}, one a rank"
+    elif schedule in derived.V_SCHEDULES:
+        fits, needs = stages == 2 * degree, f"{2 * degree}, two a rank"
     else:
+        fits = stages % degree == 0 and stages >= 2 * degree
+        needs = f"a multiple of {degree}, at least {2 * degree}"
+    said = LAYERS_PER_STAGE if parallelism.module_fqns_per_model_part is None else BY_HAND
+    if not fits:
+        reason = f"{stages} stages, and {schedule} on {degree} ranks needs {needs}"
+        yield (said, SCHEDULE, PIPELINE), reason, f"leave {said} out, or choose another schedule"
+    elif stages > layers:
+        fix = f"set {PIPELINE} to at most {max(1, layers * degree // stages)}"
+        reason = f"{stages} pipeline stages, and the model has {layers} layers"
+        yield (PIPELINE, SCHEDULE, said), reason, fix
+
+
+def _modules_by_hand(facts: Facts) -> Findings:
+    """Every module of the model stands in module_fqns_per_model_part, once and in order."""
+    parallelism, model = facts.config.parallelism, facts.model
+    parts = parallelism.module_fqns_per_model_part
+    if parallelism.pipeline_parallel_degree == 1 or parts is None or model is None:
         return
-    # The path itself is what is wrong, whichever of the keys the user set.
-    source = config.sources.get(name, "the defaults")
-    yield Problem(keys, problem_line(name, path, source, reason=reason, fix=fix))
+    layers = [f"layers.{index}" for index in range(model.num_hidden_layers)]
+    expected = ["embed_tokens", *layers, "norm", "lm_head"]
+    given = [name for part in parts for name in part]
+    pairs = itertools.zip_longest(given, expected, fillvalue="nothing")
+    wrong = [f"{name} stands where {right} belongs" for name, right in pairs if name != right]
+    wrong += ["a part is empty"] * (not all(parts))
+    if wrong:
+        fix = "name each module of the model once, in its order, at least one in each part"
+        yield (BY_HAND, PIPELINE), wrong[0], fix
 
 
-def _has_content(path: str) -> bool:
-    return bool(os.listdir(path)) if os.path.isdir(path) else os.path.getsize(path) > 0
+def _microbatches(facts: Facts) -> Findings:
+    """Rows divide into micro-batches, and the schedule runs that many; else the run would hang."""
+    config, model, _, ranks = facts
+    degree = config.parallelism.pipeline_parallel_degree
+    local = config.training.local_batch_size
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    if degree > 1 and local % size:
+        reason = f"{size} rows a micro-batch do not divide {LOCAL_BATCH} {local}"
+        fix = f"set {MICROBATCH} to {one_of(divisors(local))}"
+        yield (MICROBATCH, LOCAL_BATCH, PIPELINE), reason, fix
+    elif degree > 1 and ranks is not None and model is not None:
+        stages = derived.num_stages(config, model.num_hidden_layers)
+        rows = derived.global_batch_size(config, ranks)
+        schedule, count = config.parallelism.pipeline_parallel_schedule, rows // ranks // size
+        needs = derived.schedule_needs(schedule, count, stages=stages, degree=degree)
+        if needs is not None and rows % (local * ranks) == 0:
+            reason = f"{schedule} on {degree} ranks needs {needs} micro-batches; {rows} rows over "
+            reason += f"{ranks} batch ranks in micro-batches of {size} make {count}"
+            # Every schedule takes a whole number of micro-batches a stage.
+            unit = ranks * math.lcm(local, stages * size)
+            fix = f"set {GLOBAL_BATCH} to {_multiple(rows, unit)}"
+            keys = (SCHEDULE, MICROBATCH, GLOBAL_BATCH, LOCAL_BATCH, LAYERS_PER_STAGE, BY_HAND)
+            yield (*keys, *DEGREES.values()), reason, fix
 
 
-def _initial_load(facts: Facts) -> Iterator[Problem]:
+def _data(facts: Facts) -> Findings:
     config = facts.config
-    path = config.checkpoint.initial_load_path
-    if not config.checkpoint.enable or path == "" or os.path.isdir(path):
-        return
-    is_file = os.path.exists(path)
-    yield problem(
-        config,
-        ("checkpoint.initial_load_path", "checkpoint.enable"),
-        reason="is a file" if is_file else "no such folder",
-        fix="give the step folder" if is_file else similar_file(path),
-    )
+    needs_tokenizer = False
+    for name in ["training"] + ["validation"] * config.validation.enable:
+        dataset, path = (get_value(config, f"{name}.{key}") for key in ("dataset", "dataset_path"))
+        keys = [f"{name}.dataset_path", f"{name}.dataset"]
+        keys += ["validation.enable"] * (name == "validation")
+        # Of the kinds that auto finds, token shards alone have an index beside them.
+        shards = dataset == "auto" and os.path.isfile(os.path.join(path, "index.json"))
+        needs_tokenizer |= dataset not in ("tokens", "synthetic") and not shards
+        if dataset == "synthetic":
+            continue
+        if not path:
+            reason = f"{name}.dataset {dataset} reads a file or a folder, and none is given"
+            yield keys, reason, f'set {name}.dataset_path, or {name}.dataset to "synthetic"'
+        elif not os.path.exists(path):
+            yield keys, "no such file or folder", "correct the path"
+        elif not (os.listdir(path) if os.path.isdir(path) else os.path.getsize(path)):
+            yield keys, "is empty", "give a file or a folder with data"
+    tokenizer = os.path.join(config.model.hf_assets_path, "tokenizer.json")
+    if needs_tokenizer and not os.path.isfile(tokenizer):
+        keys = ["training.dataset", "validation.dataset", "validation.enable"]
+        reason = f"there is no {tokenizer}, and the data has to be tokenised"
+        fix = "give the folder that holds tokenizer.json, or data of dataset tokens or synthetic"
+        yield ("model.hf_assets_path", *keys), reason, fix
 
 
-def _profiler(facts: Facts) -> Iterator[Problem]:
+def _initial_load(facts: Facts) -> Findings:
+    checkpoint = facts.config.checkpoint
+    path = checkpoint.initial_load_path
+    if checkpoint.enable and path and not os.path.isdir(path):
+        keys = ("checkpoint.initial_load_path", "checkpoint.enable")
+        yield keys, "no such folder", "give the folder of a saved step"
+
+
+def _profiler(facts: Facts) -> Findings:
     profiling = facts.config.profiling
     needed = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < needed:
-        yield problem(
-            facts.config,
-            (
-                "profiling.profile_freq",
-                "profiling.profiler_warmup",
-                "profiling.profiler_active",
-                "profiling.enable_profiling",
-            ),
-            reason=f"profile_freq {profiling.profile_freq} is less than profiler_warmup "
-            f"{profiling.profiler_warmup} + profiler_active {profiling.profiler_active}",
-            fix=f"set profiling.profile_freq to at least {needed}",
-        )
+        reason = f"less than the {profiling.profiler_warmup} steps of profiling.profiler_warmup "
+        reason += f"and the {profiling.profiler_active} of profiling.profiler_active together"
+        names = ("profile_freq", "profiler_warmup", "profiler_active", "enable_profiling")
+        keys = [f"profiling.{name}" for name in names]
+        yield keys, reason, f"set profiling.profile_freq to at least {needed}"
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
+CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     _world,
-    _zero_stage_alias,
+    _zero_stage,
     _tensor_parallel,
     _sequence_parallel,
     _global_batch,
+    _stages,
+    _modules_by_hand,
+    _microbatches,
     _data,
     _initial_load,
     _profiler,

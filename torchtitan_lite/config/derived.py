@@ -19,7 +19,12 @@ from torchtitan_lite.config.keys import Config, Parallelism
 SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
 # The last stage sits on the first rank, so a rank holds exactly two stages.
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+# The gradients of inputs and of weights are computed at different times. torch looks up the
+# parameters of the second before FSDP has gathered them again: measured, wrong gradients.
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
+ZERO_STAGE = "parallelism.zero_stage"
+ZERO_STAGE_ALIAS = "parallelism.fsdp_reshard_after_forward"
 RESHARD_ZERO_STAGE = {"always": 3, "never": 2}
 """fsdp_reshard_after_forward -> the zero_stage it is another name of."""
 
@@ -27,46 +32,51 @@ RESHARD_ZERO_STAGE = {"always": 3, "never": 2}
 def resolve(config: Config, world_size: int) -> None:
     """Replace, in place, what the configuration leaves open; it must have passed the checks.
 
-    data_parallel_shard_degree and global_batch_size get their numbers, fsdp_reshard_after_forward
-    becomes its zero_stage, and zero_stage 0 turns shard ranks into replicas. Doing it twice
-    changes nothing.
+    data_parallel_shard_degree, global_batch_size and zero_stage get their numbers, and zero_stage 0
+    turns shard ranks into replicas. Doing it twice changes nothing.
     """
     parallelism = config.parallelism
-    reshard = parallelism.fsdp_reshard_after_forward
-    if reshard != "default":
-        parallelism.zero_stage = RESHARD_ZERO_STAGE[reshard]
+    parallelism.zero_stage = zero_stage(config)
+    if parallelism.fsdp_reshard_after_forward != "default":
         parallelism.fsdp_reshard_after_forward = "default"
-        alias = "parallelism.fsdp_reshard_after_forward"
-        if alias in config.user_set:
-            config.user_set["parallelism.zero_stage"] = config.user_set.pop(alias)
+        alias = config.user_set.pop(ZERO_STAGE_ALIAS, ZERO_STAGE_ALIAS)
+        config.user_set[ZERO_STAGE] = alias
     shard = shard_degree(parallelism, world_size)
     assert shard is not None, "the degrees do not fit the world: check the configuration first"
     parallelism.data_parallel_shard_degree = shard
     if parallelism.zero_stage == 0:
         parallelism.data_parallel_replicate_degree = parallelism.batch_ranks
         parallelism.data_parallel_shard_degree = 1
-    if config.training.global_batch_size == -1:
-        config.training.global_batch_size = global_batch_size(config, parallelism.batch_ranks)
+    config.training.global_batch_size = global_batch_size(config, parallelism.batch_ranks)
+
+
+def zero_stage(config: Config) -> int:
+    """The zero_stage in force: under its other name, and where the user leaves it open."""
+    parallelism = config.parallelism
+    if parallelism.fsdp_reshard_after_forward != "default":
+        return RESHARD_ZERO_STAGE[parallelism.fsdp_reshard_after_forward]
+    open_to_us = ZERO_STAGE not in config.user_set and ZERO_STAGE not in config.sources
+    if open_to_us and parallelism.pipeline_parallel_degree > 1:
+        return min(parallelism.zero_stage, 2)
+    return parallelism.zero_stage
 
 
 def shard_degree(parallelism: Parallelism, world_size: int) -> int | None:
     """dp_shard with -1 filled in; None if the degrees do not multiply to the world size."""
-    others = other_degrees(parallelism)
+    others = degrees_but_shard(parallelism)
     shard = parallelism.data_parallel_shard_degree
     if shard == -1:
         shard = world_size // others
     return shard if shard >= 1 and shard * others == world_size else None
 
 
-def other_degrees(parallelism: Parallelism) -> int:
+def degrees_but_shard(parallelism: Parallelism) -> int:
     """The product of all degrees but dp_shard."""
-    return math.prod(
-        (
-            parallelism.pipeline_parallel_degree,
-            parallelism.data_parallel_replicate_degree,
-            parallelism.context_parallel_degree,
-            parallelism.tensor_parallel_degree,
-        )
+    return (
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.context_parallel_degree
+        * parallelism.tensor_parallel_degree
     )
 
 
@@ -78,24 +88,6 @@ def global_batch_size(config: Config, batch_ranks: int) -> int:
     return training.global_batch_size
 
 
-def num_accumulation_steps(config: Config, batch_ranks: int) -> int:
-    """Forward and backward passes of local_batch_size rows in a step, without pp."""
-    return global_batch_size(config, batch_ranks) // (
-        config.training.local_batch_size * batch_ranks
-    )
-
-
-def num_microbatches(config: Config, batch_ranks: int) -> int:
-    """Micro-batches in one call of the pipeline schedule, that is in a step of a batch rank."""
-    rows = global_batch_size(config, batch_ranks) // batch_ranks
-    return rows // config.parallelism.pipeline_parallel_microbatch_size
-
-
-def stages_per_rank(schedule: str) -> int:
-    """Stages that a schedule wants on each rank when the configuration does not say."""
-    return 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
-
-
 def num_stages(config: Config, num_layers: int) -> int:
     """Pipeline stages over all pp ranks; 1 without pp."""
     parallelism = config.parallelism
@@ -105,25 +97,23 @@ def num_stages(config: Config, num_layers: int) -> int:
         return len(parallelism.module_fqns_per_model_part)
     if parallelism.pipeline_parallel_layers_per_stage is not None:
         return math.ceil(num_layers / parallelism.pipeline_parallel_layers_per_stage)
-    return parallelism.pipeline_parallel_degree * stages_per_rank(
-        parallelism.pipeline_parallel_schedule
-    )
+    stages_a_rank = 1 if parallelism.pipeline_parallel_schedule in SINGLE_STAGE_SCHEDULES else 2
+    return parallelism.pipeline_parallel_degree * stages_a_rank
 
 
-def schedule_accepts(
-    schedule: str, *, num_microbatches: int, num_stages: int, pipeline_degree: int
-) -> bool:
-    """Whether a schedule of torch.distributed.pipelining runs this number of micro-batches.
+def schedule_needs(schedule: str, num_micro: int, *, stages: int, degree: int) -> str | None:
+    """What number of micro-batches a schedule of torch needs, if it does not run `num_micro`.
 
-    Measured for 1 to 6 and 8 micro-batches on 2 and 4 ranks: the interleaving schedules work in
+    Measured for 1 to 13 micro-batches on 2 and 4 ranks: the interleaving schedules work in
     M // P rounds, which must share the micro-batches evenly; 1F1B and DualPipeV must fill every
     stage once; the others take any number.
     """
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        return num_microbatches % max(1, num_microbatches // pipeline_degree) == 0
-    if schedule in ("1F1B", "DualPipeV"):
-        return num_microbatches >= num_stages
-    return num_microbatches >= 1
+    rounds = max(1, num_micro // degree)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and num_micro % rounds:
+        return f"a multiple of {rounds}"
+    if schedule in ("1F1B", "DualPipeV") and num_micro < stages:
+        return f"at least {stages}"
+    return None
 
 
 def num_schedule_steps(config: Config) -> int:
@@ -145,5 +135,4 @@ def validation_seq_len(config: Config) -> int:
 
 def divisors(number: int) -> list[int]:
     """The divisors of a positive integer, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

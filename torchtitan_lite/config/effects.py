@@ -1,226 +1,103 @@
 """Warnings: what the user set and what will not act as set.
 
-`ACTS` names, for the keys that act only together with another, when they act. A key that the user
-asked for (Config.user_set) and that does not act is one warning.
+A row of `SILENT` names keys by shell pattern, and the values of other keys under which they do
+nothing. A key that the user asked for (Config.user_set) and that does nothing is one warning.
 
 Proven in tests/config/test_effects.py: each row warns, and is silent when its condition holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any
 
-from torchtitan_lite.config.derived import (
-    num_schedule_steps,
-    num_warmup_steps,
-    validation_seq_len,
-)
-from torchtitan_lite.config.facts import ModelShape
+from torchtitan_lite.config.checks import BY_HAND, LAYERS_PER_STAGE, PIPELINE, TENSOR, ModelShape
+from torchtitan_lite.config.derived import ZERO_STAGE, num_schedule_steps, num_warmup_steps
 from torchtitan_lite.config.keys import Config
-from torchtitan_lite.config.load import problem_line
-from torchtitan_lite.config.schema import all_keys, get_value
+from torchtitan_lite.config.schema import all_keys, get_value, told, toml_value
 
+OFF = (False,)
+NO_TEXT = ("tokens", "synthetic")
+TRACES, SNAPSHOTS = "profiling.enable_profiling", "profiling.enable_memory_snapshot"
 
-class Acts(NamedTuple):
-    """Keys (shell patterns), when they act, and the words for when they do not."""
-
-    keys: tuple[str, ...]
-    acts: Callable[[Config], bool]
-    otherwise: str
-
-
-PP = "parallelism.pipeline_parallel"
-READ_AS_TEXT = ("auto", "text", "jsonl", "hf")
-WITH_COLUMNS = ("auto", "jsonl", "hf")
-
-ACTS: tuple[Acts, ...] = (
-    Acts(
-        (f"{PP}_schedule", f"{PP}_microbatch_size", f"{PP}_layers_per_stage", "*.module_fqns_*"),
-        lambda c: c.parallelism.pipeline_parallel_degree > 1,
-        "parallelism.pipeline_parallel_degree is 1",
-    ),
-    Acts(
-        (f"{PP}_layers_per_stage",),
-        lambda c: c.parallelism.module_fqns_per_model_part is None,
-        "parallelism.module_fqns_per_model_part says what each stage holds",
-    ),
-    Acts(
-        ("parallelism.enable_sequence_parallel", "parallelism.disable_loss_parallel"),
-        lambda c: c.parallelism.tensor_parallel_degree > 1,
-        "parallelism.tensor_parallel_degree is 1",
-    ),
-    Acts(("parallelism.zero_stage",), lambda c: _zero_stage_acts(c), "there is one rank to share"),
-    Acts(
-        ("optimizer.momentum",),
-        lambda c: c.optimizer.name == "SGD",
-        "optimizer.name is not SGD",
-    ),
-    Acts(
-        ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
-        lambda c: c.optimizer.name == "AdamW",
-        "optimizer.name is not AdamW",
-    ),
-    Acts(
-        ("optimizer.no_decay",),
-        lambda c: c.optimizer.weight_decay > 0,
-        "optimizer.weight_decay is 0",
-    ),
-    Acts(
-        ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"),
-        lambda c: c.lr_scheduler.decay_type != "constant",
-        "lr_scheduler.decay_type is constant",
-    ),
-    Acts(
-        ("training.dataset_path",),
-        lambda c: c.training.dataset != "synthetic",
-        "training.dataset is synthetic",
-    ),
-    Acts(
-        ("training.token_cache",),
-        lambda c: any(kind in READ_AS_TEXT for kind in _datasets(c)),
-        "no dataset is text to be tokenised",
-    ),
-    Acts(
-        ("training.dataset_text_column",),
-        lambda c: any(kind in WITH_COLUMNS for kind in _datasets(c)),
-        "no dataset has columns",
-    ),
-    Acts(
-        ("training.dataloader.prefetch_factor",),
-        lambda c: c.training.dataloader.num_workers > 0,
-        "training.dataloader.num_workers is 0",
-    ),
-    Acts(
-        ("checkpoint.[!e]*", "checkpoint.export_dtype", "checkpoint.exclude_from_loading"),
-        lambda c: c.checkpoint.enable,
-        "checkpoint.enable is false",
-    ),
-    Acts(
-        ("checkpoint.initial_load_model_only",),
-        lambda c: c.checkpoint.initial_load_path != "",
-        "checkpoint.initial_load_path is not set",
-    ),
-    Acts(
-        ("checkpoint.export_dtype",),
-        lambda c: c.checkpoint.last_save_model_only,
-        "checkpoint.last_save_model_only is false",
-    ),
-    Acts(
-        ("activation_checkpoint.selective_ac_option",),
-        lambda c: c.activation_checkpoint.mode == "selective",
-        "activation_checkpoint.mode is not selective",
-    ),
-    Acts(
-        ("metrics.save_tb_folder",),
-        lambda c: c.metrics.enable_tensorboard,
-        "metrics.enable_tensorboard is false",
-    ),
-    Acts(
-        ("profiling.save_traces_folder", "profiling.profiler_*"),
-        lambda c: c.profiling.enable_profiling,
-        "profiling.enable_profiling is false",
-    ),
-    Acts(
-        ("profiling.save_memory_snapshot_folder",),
-        lambda c: c.profiling.enable_memory_snapshot,
-        "profiling.enable_memory_snapshot is false",
-    ),
-    Acts(
-        ("profiling.profile_freq",),
-        lambda c: c.profiling.enable_profiling or c.profiling.enable_memory_snapshot,
-        "neither traces nor memory snapshots are enabled",
-    ),
-    Acts(
-        ("validation.[!e]*",),
-        lambda c: c.validation.enable,
-        "validation.enable is false",
-    ),
-    Acts(
-        ("validation.dataset_path",),
-        lambda c: c.validation.dataset != "synthetic",
-        "validation.dataset is synthetic",
-    ),
+SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
+    ("parallelism.pipeline_parallel_[!d]*", {PIPELINE: (1,)}),
+    (BY_HAND, {PIPELINE: (1,)}),
+    ("parallelism.enable_sequence_parallel", {TENSOR: (1,)}),
+    ("parallelism.disable_loss_parallel", {TENSOR: (1,)}),
+    ("optimizer.momentum", {"optimizer.name": ("AdamW",)}),
+    ("optimizer.beta?", {"optimizer.name": ("SGD",)}),
+    ("optimizer.eps", {"optimizer.name": ("SGD",)}),
+    ("optimizer.no_decay", {"optimizer.weight_decay": (0,)}),
+    ("lr_scheduler.decay_ratio", {"lr_scheduler.decay_type": ("constant",)}),
+    ("lr_scheduler.min_lr_factor", {"lr_scheduler.decay_type": ("constant",)}),
+    ("training.dataset_path", {"training.dataset": ("synthetic",)}),
+    ("training.token_cache", {"training.dataset": NO_TEXT, "validation.enable": OFF}),
+    ("*.dataset_text_column", {"training.dataset": ("text", *NO_TEXT), "validation.enable": OFF}),
+    ("training.dataloader.prefetch_factor", {"training.dataloader.num_workers": (0,)}),
+    ("checkpoint.*", {"checkpoint.enable": OFF}),
+    ("checkpoint.initial_load_model_only", {"checkpoint.initial_load_path": ("",)}),
+    ("checkpoint.export_dtype", {"checkpoint.last_save_model_only": OFF}),
+    ("*.selective_ac_option", {"activation_checkpoint.mode": ("none", "full")}),
+    ("metrics.save_tb_folder", {"metrics.enable_tensorboard": OFF}),
+    ("profiling.save_traces_folder", {TRACES: OFF}),
+    ("profiling.profiler_*", {TRACES: OFF}),
+    ("profiling.save_memory_snapshot_folder", {SNAPSHOTS: OFF}),
+    ("profiling.profile_freq", {TRACES: OFF, SNAPSHOTS: OFF}),
+    ("validation.*", {"validation.enable": OFF}),
+    ("validation.dataset_path", {"validation.dataset": ("synthetic",)}),
 )
 
 
 def config_warnings(config: Config, model: ModelShape | None = None) -> list[str]:
     """One line for each thing that will not act as set; `config` is resolved, `model` its own."""
-    ineffective = [
-        problem_line(
-            name,
-            get_value(config, name),
-            config.user_set[name],
-            reason="has no effect",
-            fix=row.otherwise,
-        )
-        for name in all_keys()
-        if name in config.user_set and (row := _silenced_by(config, name)) is not None
-    ]
-    return [*ineffective, *_schedule_warnings(config), *_length_warnings(config, model)]
+    found = [*_silent(config), *_parallelism(config), *_schedule(config), *_lengths(config, model)]
+    return [told(config, (name,), reason, fix).line for name, reason, fix in found]
 
 
-def _silenced_by(config: Config, name: str) -> Acts | None:
-    for row in ACTS:
-        if any(fnmatchcase(name, key) for key in row.keys) and not row.acts(config):
-            return row
-    return None
+def _silent(config: Config) -> Iterator[tuple[str, str, str]]:
+    for name in (name for name in all_keys() if name in config.user_set):
+        for pattern, others in SILENT:
+            values = {other: get_value(config, other) for other in others}
+            silent = all(values[other] in silencing for other, silencing in others.items())
+            if silent and name not in others and fnmatchcase(name, pattern):
+                why = " and ".join(f"{other} is {toml_value(values[other])}" for other in others)
+                yield name, "has no effect", why
+                break
 
 
-def _zero_stage_acts(config: Config) -> bool:
-    parallelism = config.parallelism
-    if parallelism.zero_stage == 0:
-        return parallelism.data_parallel_replicate_degree > 1
-    return parallelism.data_parallel_shard_degree != 1
+def _parallelism(config: Config) -> Iterator[tuple[str, str, str]]:
+    parallelism, asked = config.parallelism, config.user_set
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    if pipelined and LAYERS_PER_STAGE in asked and BY_HAND in asked:
+        yield LAYERS_PER_STAGE, "has no effect", f"{BY_HAND} says what each stage holds"
+    replicas = parallelism.zero_stage == 0 and parallelism.data_parallel_replicate_degree > 1
+    if parallelism.data_parallel_shard_degree == 1 and not replicas and ZERO_STAGE in asked:
+        yield ZERO_STAGE, "has no effect", "there is one rank to share"
+    elif parallelism.zero_stage == 3 and pipelined:
+        yield ZERO_STAGE, "gathers the parameters anew for every micro-batch", "2 keeps them"
 
 
-def _datasets(config: Config) -> list[str]:
-    validated: list[str] = [config.validation.dataset] if config.validation.enable else []
-    return [config.training.dataset, *validated]
-
-
-def _schedule_warnings(config: Config) -> Iterator[str]:
+def _schedule(config: Config) -> Iterator[tuple[str, str, str]]:
     schedule, total = config.lr_scheduler, num_schedule_steps(config)
     warmup = num_warmup_steps(config)
-
-    def line(name: str, reason: str, fix: str) -> str:
-        source = config.sources.get(name, "the defaults")
-        return problem_line(name, get_value(config, name), source, reason=reason, fix=fix)
-
     if warmup < schedule.warmup_steps:
-        yield line(
-            "lr_scheduler.warmup_steps", f"the schedule has {total} steps", f"cut to {total}"
-        )
+        yield "lr_scheduler.warmup_steps", f"the schedule has {total} steps", f"cut to {total}"
     if schedule.decay_type == "constant":
         return
     if schedule.decay_ratio is not None and round(total * schedule.decay_ratio) > total - warmup:
-        yield line(
-            "lr_scheduler.decay_ratio",
-            f"{warmup} of {total} steps are warm-up",
-            f"the decay is cut to the other {total - warmup}",
-        )
+        reason = f"{warmup} of {total} steps are warm-up"
+        yield "lr_scheduler.decay_ratio", reason, f"the decay is cut to the other {total - warmup}"
     if total < config.training.steps:
-        yield line(
-            "lr_scheduler.total_steps",
-            f"training.steps is {config.training.steps}",
-            f"the steps after {total} train at {schedule.min_lr_factor} x optimizer.lr",
-        )
+        fix = f"the steps after {total} train at {schedule.min_lr_factor} x optimizer.lr"
+        yield "lr_scheduler.total_steps", f"training.steps is {config.training.steps}", fix
 
 
-def _length_warnings(config: Config, model: ModelShape | None) -> Iterator[str]:
-    if model is None:
-        return
-    lengths = {"training.seq_len": config.training.seq_len}
-    if config.validation.enable and config.validation.seq_len != -1:
-        lengths["validation.seq_len"] = validation_seq_len(config)
-    for name, length in lengths.items():
-        if length > model.max_position_embeddings:
-            yield problem_line(
-                name,
-                length,
-                config.sources.get(name, "the defaults"),
-                reason=f"longer than the model's max_position_embeddings "
-                f"{model.max_position_embeddings}",
-                fix="positions beyond it are extrapolated",
-            )
+def _lengths(config: Config, model: ModelShape | None) -> Iterator[tuple[str, str, str]]:
+    longest = math.inf if model is None else model.max_position_embeddings
+    for name in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
+        if get_value(config, name) > longest:
+            reason = f"longer than the model's max_position_embeddings {longest}"
+            yield name, reason, "positions beyond it are extrapolated"

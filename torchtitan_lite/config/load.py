@@ -5,42 +5,58 @@
 
 Both sources become the same list of settings, applied in order, so the last one wins. A setting
 that does not fit leaves its key as it was and adds one line to the problems; reading goes on, and
-all lines are raised together. `failed` holds the keys that such a line may have been about, so
-that the checks across sections (checks.py) stay silent about a value that was never read.
+all lines are raised together. A problem names the keys that it may be about, so that the checks
+across sections (checks.py) stay silent about a value that was never read.
 
-Proven in tests/config/test_load.py and test_mistakes.py.
+Nothing is guessed: 1.5 is no int, "3" is no int, true is no int. The liberties are that an int may
+stand for a float, and that a choice matches whatever its case and dashes.
 """
 
 from __future__ import annotations
 
-import copy
-import os
+import contextlib
+import math
 import re
+import sys
 import typing
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torchtitan_lite.config.bounds import check_bounds
-from torchtitan_lite.config.foreign import RENAMED, absent, asks_for_nothing, is_absent_table
+from torchtitan_lite.config.foreign import foreign_row
 from torchtitan_lite.config.keys import Config, ConfigError
 from torchtitan_lite.config.schema import (
+    Key,
+    Problem,
     all_keys,
     get_value,
+    help_text,
     keys_in,
-    sections,
-    set_value,
-    tables,
-)
-from torchtitan_lite.config.text import help_text, toml_value
-from torchtitan_lite.config.values import (
-    Refused,
-    convert,
-    literal,
-    load_tomllib,
     nearest,
     one_of,
-    parse_text,
+    problem_line,
+    set_value,
+    toml_value,
 )
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIG_FILE = "job.config_file"
+NOT_AN_OPTION = "not an option; options are --section.key VALUE, and lists are a,b,c"
+WRONG_TYPE: dict[Any, tuple[str, str]] = {
+    bool: ("not a boolean", "give true or false"),
+    int: ("not an integer", "give an integer"),
+    float: ("not a number", "give a number, without quotes"),
+    str: ("not a text", "put it in quotes"),
+    list: ("not a list", 'give a list, such as ["a", "b"]'),
+    dict: ("not a table", "give a table of name = value"),
+}
+
+
+class Refused(Exception):
+    """A value that does not fit: the reason, and what would fit."""
 
 
 class Setting(NamedTuple):
@@ -49,22 +65,7 @@ class Setting(NamedTuple):
     name: str
     raw: Any
     source: str
-    is_text: bool
-
-
-@dataclass
-class Reading:
-    """A Config as far as it could be read, what could not be, and the keys that concerns."""
-
-    config: Config = field(default_factory=Config)
-    problems: list[str] = field(default_factory=list)
-    failed: set[str] = field(default_factory=set)
-
-    def refuse(self, setting: Setting, reason: str, fix: str) -> None:
-        """Add the line about a setting that cannot be taken."""
-        self.problems.append(
-            problem_line(setting.name, setting.raw, setting.source, reason=reason, fix=fix)
-        )
+    is_text: bool = False
 
 
 def load_config(argv: list[str]) -> Config:
@@ -73,10 +74,10 @@ def load_config(argv: list[str]) -> Config:
     Raises ConfigError with one line a problem. Checks across sections, and against the world and
     the model, are not made: see checks.load_and_check.
     """
-    reading = read_sources(argv)
-    if reading.problems:
-        raise ConfigError("\n".join(reading.problems))
-    return reading.config
+    config, problems = read_sources(argv)
+    if problems:
+        raise ConfigError("\n".join(problem.line for problem in problems))
+    return config
 
 
 def help_for(argv: list[str]) -> str | None:
@@ -84,249 +85,197 @@ def help_for(argv: list[str]) -> str | None:
 
     Raises ConfigError for a section that does not exist.
     """
-    for position, argument in enumerate(argv):
-        flag, has_value, section = argument.partition("=")
-        if flag in ("--help", "-h"):
+    for position, word in enumerate(argv):
+        if word in ("--help", "-h"):
             following = argv[position + 1 : position + 2]
-            if has_value:
-                return help_text(section)
-            return help_text(following[0] if following and following[0][:1] != "-" else None)
-        if flag.startswith("--") and flag.endswith(".help"):
-            return help_text(flag[2:].removesuffix(".help"))
+            return help_text(*(section for section in following if section[:1] != "-"))
     return None
 
 
-def read_sources(argv: list[str]) -> Reading:
-    """Read the TOML file that `argv` names and `argv` itself; collect every problem."""
-    reading = Reading()
-    from_command_line = _command_line_settings(argv, reading)
-    for setting in from_command_line:
-        if setting.name == "job.config_file":
-            for from_file in _file_settings(setting, reading):
-                _apply(from_file, reading)
-    for setting in from_command_line:
-        _apply(setting, reading)
-    return reading
+def read_sources(argv: list[str]) -> tuple[Config, list[Problem]]:
+    """What `argv` and the TOML file that it names say, as far as it can be read; what cannot."""
+    config, problems = Config(), []
+    given = list(_command_line(argv))
+    named = [item for item in given if isinstance(item, Setting) and item.name == CONFIG_FILE]
+    for item in [*(each for setting in named[-1:] for each in _file(setting)), *given]:
+        problem = item if isinstance(item, Problem) else _apply(item, config)
+        if problem is not None:
+            problems.append(problem)
+    return config, problems
 
 
-def problem_line(name: str, value: Any, source: str, *, reason: str, fix: str) -> str:
-    """The one form of a problem: key, value, where it came from, why not, what to do."""
-    shown = "none" if value is None else toml_value(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return f"{name} = {shown} (from {source}): {reason}; {fix}"
+def convert(kind: Any, raw: Any, *, is_text: bool = False) -> Any:
+    """`raw`, a TOML value or text of the command line, as a value of `kind`; raises Refused."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if type(None) in parts:
+        is_none = is_text and raw.lower() == "none"
+        return None if is_none else convert(parts[0], raw, is_text=is_text)
+    if origin is typing.Annotated:
+        value, bound = convert(parts[0], raw, is_text=is_text), parts[1]
+        if not bound.holds(value):
+            raise Refused("out of bounds", f"must be {bound.sentence}")
+        return value
+    if origin is typing.Literal:
+        return _choice(parts, raw)
+    if is_text and kind is not str:
+        raw = _from_text(origin or kind, raw)
+    if origin is list and isinstance(raw, list):
+        return [convert(parts[0], item) for item in raw]
+    if origin is dict and isinstance(raw, dict):
+        return {name: convert(parts[1], value) for name, value in raw.items()}
+    if kind is float and type(raw) in (int, float) and not math.isnan(raw):
+        return float(raw)
+    if kind is Any or (kind is not float and type(raw) is kind):
+        return raw
+    raise Refused(*WRONG_TYPE[origin or kind])
 
 
-def similar_file(path: str) -> str:
-    """Advice about a path that does not exist: its nearest neighbour, if one is near."""
-    folder, name = os.path.split(path.rstrip("/"))
-    neighbours = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    close = nearest(name, neighbours)
-    return f"did you mean {os.path.join(folder, close[0])}?" if close else "correct the path"
+def _from_text(kind: Any, text: str) -> Any:
+    """The TOML value that a command-line `text` stands for, given the key's type."""
+    if kind is float:
+        with contextlib.suppress(ValueError):
+            return float(text)
+    value = _literal(text.lower() if kind is bool else text)
+    if kind is list and not isinstance(value, list):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return value
 
 
-def _command_line_settings(argv: list[str], reading: Reading) -> list[Setting]:
-    """The settings of a command line; of a flag given twice, the last."""
-    settings: dict[str, Setting] = {}
-    position = 0
-    while position < len(argv):
-        argument = argv[position]
-        position += 1
-        if not _is_flag(argument):
-            reading.problems.append(
-                f"{toml_value(argument)} (from the command line): not an option; "
-                "options are --section.key VALUE, and lists are a,b,c"
-            )
-            continue
-        flag, has_value, text = argument.partition("=")
-        value: str | None = text if has_value else None
-        if not has_value and position < len(argv) and not _is_flag(argv[position]):
-            value = argv[position]
-            position += 1
-        setting = _flag_setting(flag, value, reading)
-        if setting is not None:
-            settings.pop(setting.name, None)  # so that the last one also is last in order
-            settings[setting.name] = setting
-    return list(settings.values())
+def _literal(text: str) -> Any:
+    """A text read as a TOML value, or itself if it is none."""
+    try:
+        document = tomllib.loads(f"value = {text}")
+    except ValueError:
+        return text
+    return document["value"] if len(document) == 1 else text
 
 
-def _flag_setting(flag: str, value: str | None, reading: Reading) -> Setting | None:
-    name = flag[2:].replace("-", "_")
-    table, _, last = name.rpartition(".")
-    positive = f"{table}.{last.removeprefix('no_')}"
-    negated = name not in all_keys() and last.startswith("no_") and _is_switch(positive)
-    if value is not None:
-        setting = Setting(name, value, flag, is_text=True)
-        if negated:
-            reading.failed.add(positive)
-            reading.refuse(setting, "takes no value", f"give {flag} alone, or --{positive} {value}")
-            return None
-        return setting
-    if negated:
-        return Setting(positive, False, flag, is_text=False)
-    key = all_keys().get(name)
-    if key is None or key.kind is bool:
-        return Setting(name, True, flag, is_text=False)
-    reading.failed.add(name)
-    reading.problems.append(f"{name} (from {flag}): no value given; give {flag} VALUE")
-    return None
+def _choice(options: tuple[str, ...], raw: Any) -> str:
+    def fold(word: Any) -> str:
+        return str(word).lower().replace("_", "-")
+
+    by_folded = {fold(option): option for option in options}
+    if fold(raw) in by_folded:
+        return by_folded[fold(raw)]
+    close = [by_folded[folded] for folded in nearest(fold(raw), by_folded)]
+    fix = f"did you mean {close[0]}?" if close else "choose one of them"
+    raise Refused(f"not one of {', '.join(options)}", fix)
 
 
-def _is_flag(argument: str) -> bool:
+def _command_line(argv: list[str]) -> Iterator[Setting | Problem]:
+    """The settings of a command line, in its order."""
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, has_value, text = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        table, _, last = name.rpartition(".")
+        switch = all_keys().get(f"{table}.{last.removeprefix('no_')}")
+        if not _is_flag(word):
+            yield Problem((), f"{toml_value(word)} (from the command line): {NOT_AN_OPTION}")
+        elif has_value or (words and not _is_flag(words[0])):
+            yield Setting(name, text if has_value else words.pop(0), flag, is_text=True)
+        elif switch is not None and switch.kind is bool:
+            yield Setting(switch.name, switch.name == name, flag)
+        elif name in all_keys():
+            yield _refusal(Setting(name, "", flag), "no value given", f"give {flag} VALUE", name)
+        else:
+            yield Setting(name, True, flag)
+
+
+def _is_flag(word: str) -> bool:
     # A negative number is a value; so is anything else that no letter follows.
-    return re.match(r"--[A-Za-z]", argument) is not None
+    return re.match(r"--[A-Za-z]", word) is not None
 
 
-def _is_switch(name: str) -> bool:
-    key = all_keys().get(name)
-    row = absent(name)
-    return (key is not None and key.kind is bool) or (row is not None and False in row.neutral)
-
-
-def _file_settings(config_file: Setting, reading: Reading) -> list[Setting]:
-    """The settings of the TOML file that job.config_file names; none if it cannot be read."""
-    path = config_file.raw
-    toml = load_tomllib()
-    text = ""
+def _file(config_file: Setting) -> Iterator[Setting | Problem]:
+    """The settings of the TOML file that job.config_file names; one problem if it is none."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
-        document = toml.loads(text)
-    except FileNotFoundError:
-        reason, fix = "no such file", similar_file(path)
-    except UnicodeError:
-        reason, fix = "not UTF-8 text", "save it as UTF-8"
+        with open(config_file.raw, encoding="utf-8-sig") as file:
+            document = tomllib.loads(file.read())
     except OSError as error:
-        reason, fix = f"cannot be read ({error.strerror})", "give a readable TOML file"
+        reason = f"cannot be read: {error.strerror}"
+        yield _refusal(config_file, reason, "give a TOML file that exists", *all_keys())
     except ValueError as error:
-        last = f"(at line {len(text.splitlines())}, the last)"
-        reason = f"not valid TOML: {error}".replace("(at end of document)", last)
-        fix = "correct the file there"
+        yield _refusal(config_file, f"not valid TOML: {error}", "correct it there", *all_keys())
     else:
-        settings: list[Setting] = []
-        _flatten(document, "", path, settings)
-        return settings
-    reading.refuse(config_file, " ".join(reason.split()), fix)
-    reading.failed.update(all_keys())
-    return []
+        yield from _flatten(document, "", config_file.raw)
 
 
-def _flatten(table: dict[str, Any], prefix: str, source: str, settings: list[Setting]) -> None:
-    for name, value in table.items():
-        name = prefix + name
-        is_table = name in tables() or (name not in all_keys() and is_absent_table(name))
-        if isinstance(value, dict) and is_table:
-            _flatten(value, f"{name}.", source, settings)
+def _flatten(table: dict[str, Any], prefix: str, source: str) -> Iterator[Setting]:
+    """One setting a leaf; an empty table that is no section is a leaf too."""
+    for last, value in table.items():
+        name = prefix + last
+        if isinstance(value, dict) and (value or keys_in(name)):
+            yield from _flatten(value, f"{name}.", source)
         else:
-            settings.append(Setting(name, value, source, is_text=False))
+            yield Setting(name, value, source)
 
 
-def _apply(setting: Setting, reading: Reading) -> None:
-    """Take one setting into the Config, or add a line to the problems."""
-    name = setting.name
-    key = all_keys().get(name)
-    table = _table_key(name) if key is None else None
-    if key is None and table is None:
-        _refuse_unknown(setting, reading)
-        return
-    target = name if key is not None else str(table)
-    kind = all_keys()[target].kind
+def _apply(setting: Setting, config: Config) -> Problem | None:
+    """Take one setting into the Config, or say why not."""
+    key = _key_of(setting.name)
+    if key is None:
+        return _unknown(setting)
+    is_entry = setting.name != key.name
+    kind = typing.get_args(key.kind)[1] if is_entry else key.kind
     try:
-        if key is not None:
-            raw = parse_text(kind, setting.raw) if setting.is_text else setting.raw
-        else:
-            raw = _with_entry(get_value(reading.config, target), kind, setting, target)
-        value = convert(kind, raw)
-        check_bounds(target, value)
+        value = convert(kind, setting.raw, is_text=setting.is_text)
     except Refused as refused:
-        reading.failed.add(target)
-        reading.refuse(setting, refused.reason, refused.fix)
-        return
-    set_value(reading.config, target, value)
-    reading.config.sources[target] = setting.source
-    if setting.source.startswith("--") or value != all_keys()[target].default:
-        reading.config.user_set[target] = setting.source
-
-
-def _table_key(name: str) -> str | None:
-    """The key that is a free table and holds `name` as an entry."""
-    for key in all_keys().values():
-        if typing.get_origin(key.kind) is dict and name.startswith(f"{key.name}."):
-            return key.name
+        return _refusal(setting, *refused.args, key.name)
+    if is_entry:
+        entry = setting.name[len(key.name) + 1 :]
+        # Names of a table of anything nest at their dots; patterns of parameter names contain dots.
+        path = entry.split(".") if kind is Any else [entry]
+        value = _with_entry(get_value(config, key.name), path, value)
+    set_value(config, key.name, value)
+    config.sources[key.name] = setting.source
+    if setting.source.startswith("--") or value != key.default:
+        config.user_set[key.name] = setting.source
     return None
 
 
-def _with_entry(table: dict[str, Any], kind: Any, setting: Setting, key: str) -> dict[str, Any]:
-    """A copy of a free table with one entry of the command line in it."""
-    table = copy.deepcopy(table)
-    entry = setting.name.removeprefix(f"{key}.")
-    (_, value_kind) = typing.get_args(kind)
-    # Names of a table of anything nest at their dots; patterns of parameter names contain dots.
-    *path, last = entry.split(".") if value_kind is Any else [entry]
-    inner = table
-    for part in path:
-        inner = inner.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise Refused(f"{part} is not a table", "name the whole entry")
-    inner[last] = parse_text(value_kind, setting.raw) if setting.is_text else setting.raw
-    return table
+def _key_of(name: str) -> Key | None:
+    """The key of that name, or the free table that the name is an entry of."""
+    tables = (key for key in all_keys().values() if typing.get_origin(key.kind) is dict)
+    holding = (key for key in tables if name.startswith(f"{key.name}."))
+    return all_keys().get(name) or next(holding, None)
 
 
-def _refuse_unknown(setting: Setting, reading: Reading) -> None:
-    name = setting.name
-    row = absent(name)
+def _with_entry(table: Any, path: list[str], value: Any) -> dict[str, Any]:
+    """A copy of a table with `value` at `path`; what stands in the way is replaced."""
+    (first, *rest), table = path, table if isinstance(table, dict) else {}
+    return {**table, first: _with_entry(table.get(first), rest, value) if rest else value}
+
+
+def _unknown(setting: Setting) -> Problem | None:
+    """What to do instead of a key that does not exist, unless it asks for nothing."""
+    name, raw, row = setting.name, setting.raw, foreign_row(setting.name)
     if row is not None:
-        if not any(asks_for_nothing(row, reading_of) for reading_of in _readings(setting)):
-            reading.refuse(setting, "not in this project", row.instead)
-        return
-    if name in RENAMED:
-        reading.failed.add(RENAMED[name])
-        reading.refuse(setting, "renamed", f"use {RENAMED[name]}")
-    elif name in tables():
-        reading.failed.update(keys_in(name))
-        reading.refuse(setting, "a section, not a key", f"write [{name}] with keys below it")
-    elif isinstance(setting.raw, dict) and "." not in name:
-        _refuse_section(setting, reading)
-    else:
-        meant = _meant(name)
-        reading.failed.update(meant)
-        reading.refuse(setting, "unknown key", _advice(name, meant))
-
-
-def _refuse_section(setting: Setting, reading: Reading) -> None:
-    close = nearest(setting.name, sections())
-    if close:
-        reading.failed.update(keys_in(close[0]))
-        fix = f"did you mean [{close[0]}]?"
-    else:
-        fix = f"sections are {', '.join(sections())}"
-    reading.problems.append(f"[{setting.name}] (from {setting.source}): unknown section; {fix}")
-
-
-def _readings(setting: Setting) -> list[Any]:
-    """What a value of a key whose type nobody declares may stand for."""
-    if not setting.is_text:
-        return [setting.raw]
-    text = setting.raw
-    none = [None] if text.lower() == "none" else []
-    return [text, literal(text), literal(text.lower()), text.split(","), *none]
+        # The type that this key had is not known here, so text may stand for either.
+        readings = [repr(raw), repr(_literal(raw.lower()))] if setting.is_text else [repr(raw)]
+        if set(readings) & set(map(repr, row.neutral)):  # by repr, as 1 == True
+            return None
+        successors = [key for key in all_keys() if key in row.instead]
+        return _refusal(setting, "not in this project", row.instead, *successors)
+    if keys_in(name):
+        fix = f"write [{name}] with keys below it"
+        return _refusal(setting, "a section, not a key", fix, *keys_in(name))
+    meant = _meant(name)
+    fix = f"did you mean {one_of(meant)}?" if meant else "--help lists all keys"
+    return _refusal(setting, "unknown key", fix, *meant)
 
 
 def _meant(name: str) -> list[str]:
-    """The keys that an unknown name was most likely meant for, best first, three at most."""
+    """The keys that an unknown name was most likely meant for, three at most."""
     table, _, last = name.rpartition(".")
-    here = {key.rpartition(".")[2]: key for key in keys_in(table)} if table else {}
-    close = nearest(last, here)
-    if close:
-        return [here[close[0]]]
     elsewhere = [key for key in all_keys() if key.endswith(f".{last}")]
+    here = {key[len(table) + 1 :]: key for key in keys_in(table)}
     # In a section that exists, the likeness of whole names would be that of the section alone.
-    return elsewhere[:3] if elsewhere or here else nearest(name, all_keys())
+    close = [here[key] for key in nearest(last, here)] if here else nearest(name, all_keys())
+    return elsewhere[:3] or close
 
 
-def _advice(name: str, meant: list[str]) -> str:
-    if meant:
-        return f"did you mean {one_of(meant)}?"
-    section = name.partition(".")[0]
-    if section in sections():
-        return f"--help {section} lists the keys of this section"
-    return f"sections are {', '.join(sections())}"
+def _refusal(setting: Setting, reason: str, fix: str, *concerned: str) -> Problem:
+    """The line about a setting that cannot be taken, and the keys it may be about."""
+    return Problem(concerned, problem_line(*setting[:3], reason=reason, fix=fix))

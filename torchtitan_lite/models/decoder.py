@@ -81,3 +81,9 @@ def module_names(config: ModelConfig) -> list[str]:
     """The modules that pipeline stages are cut from, in the order of the forward pass."""
     layers = [f"layers.{index}" for index in range(config.num_hidden_layers)]
     return ["embed_tokens", *layers, "norm", "lm_head"]
+
+
+def parameter_names(config: ModelConfig) -> list[str]:
+    """The names of all parameters of the whole model, a tied head left out."""
+    with torch.device("meta"):
+        return [name for name, _ in Decoder(config).named_parameters()]

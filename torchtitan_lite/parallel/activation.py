@@ -42,7 +42,7 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: str, selective_opt
         # By the layer's index in the whole model, so that stages do not change the choice.
         if int(index) % stride:
             continue
-        context = {"context_fn": _contexts_of_one_forward} if every_op else {}
+        context: dict[str, Any] = {"context_fn": _contexts_of_one_forward} if every_op else {}
         # The rng state need not travel: no operation of a layer draws random numbers.
         layer.forward = partial(
             checkpoint,

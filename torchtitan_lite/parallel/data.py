@@ -1,11 +1,12 @@
 """Data parallelism: FSDP2 in four strengths, through `zero_stage`.
 
-    stage   gradients and moments   parameters between forward and backward   a step communicates, per group
-    3       sharded                 resharded after each layer's forward      2 gathers + 1 scatter a micro-batch
-    2       sharded                 kept until backward                       1 gather + 1 scatter a micro-batch
-    1       sharded                 kept for all micro-batches, accumulated   1 gather + 1 scatter
-            (moments)               locally
-    0       replicated              replicated                                1 all-reduce
+    stage  gradients,  parameters between         a step communicates, for each group of parameters
+           moments     forward and backward
+    3      sharded     resharded layer by layer   2 gathers + 1 scatter a micro-batch
+    2      sharded     kept                       1 gather  + 1 scatter a micro-batch
+    1      sharded     kept for all micro-        1 gather  + 1 scatter; gradients accumulate whole
+                       batches of the step
+    0      whole       whole                      1 all-reduce
 
 A group is the embedding, a layer, or norm and head together; the last is needed at once in
 backward and never resharded between. In stage 0 the mesh has all its data ranks on `dp_replicate`
@@ -63,7 +64,7 @@ def apply_data_parallel(
     reshard = zero_stage == 3
     ends = [part for part in (model.norm, model.lm_head) if part is not None]
     tied = model.lm_head is not None and model.embed_tokens is not None
-    tied = tied and model.lm_head.weight is model.embed_tokens.weight  # type: ignore[union-attr]
+    tied = tied and model.lm_head.weight is model.embed_tokens.weight
     if tied:
         ends.insert(0, model.embed_tokens)  # one weight, one group: two would untie it in silence
     elif model.embed_tokens is not None:

@@ -34,4 +34,4 @@ def read_parameters_as(module: nn.Module, view: Callable[[Tensor], Tensor]) -> N
                 del instance[name]
             instance.update(outer)
 
-    module.forward = forward_with_views  # type: ignore[method-assign]
+    module.forward = forward_with_views

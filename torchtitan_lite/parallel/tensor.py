@@ -40,6 +40,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from torchtitan_lite.models.layers import LMHead
 from torchtitan_lite.ops.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
 from torchtitan_lite.parallel.parameters import read_parameters_as
 
@@ -135,6 +136,7 @@ class VocabularyEmbedding(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
         _distribute(module, device_mesh, Shard(0))
         rows = module.num_embeddings // device_mesh.size()
         first_row = rows * device_mesh.get_local_rank()
@@ -146,7 +148,7 @@ class VocabularyEmbedding(ParallelStyle):
             out = F.embedding(row.masked_fill(elsewhere, 0), module.weight)
             return leave(out.masked_fill(elsewhere[..., None], 0.0))
 
-        module.forward = look_up
+        module.forward = look_up  # type: ignore[method-assign, assignment]
         _compute_on_local_shards(module)
         return module
 
@@ -163,6 +165,7 @@ class VocabularyHead(ParallelStyle):
         self.loss_parallel = loss_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, LMHead)
         _distribute(module, device_mesh, Shard(0))
         if not self.loss_parallel:
             _compute_on_local_shards(module, Replicate(), gather=True)

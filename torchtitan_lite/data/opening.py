@@ -1,0 +1,63 @@
+"""Configuration -> the rows to train on and the rows held out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtitan_lite.config import Config, validation_seq_len
+from torchtitan_lite.data.prepare import prepare
+from torchtitan_lite.data.shards import INDEX_NAME, TokenShards
+from torchtitan_lite.data.sources import Source, SyntheticRows, TokenRows
+from torchtitan_lite.data.tokenizer import load_tokenizer
+
+SYNTHETIC_ROWS = 1 << 20  # more than a run that tries things out will read
+
+
+def open_sources(config: Config, vocab_size: int) -> tuple[Source, Source | None]:
+    """The rows to train on and, when asked for, the rows held out; ids are below `vocab_size`.
+
+    Text is tokenised here, which may take longer than a collective may wait: call it before the
+    process group is up. Raises ConfigError for data that is missing, bad or of another vocabulary.
+    """
+    training, validation = config.training, config.validation
+    source = _open(
+        config,
+        "training",
+        kind=training.dataset,
+        path=training.dataset_path,
+        seq_len=training.seq_len,
+        vocab_size=vocab_size,
+    )
+    if not validation.enable:
+        return source, None
+    held_out = _open(
+        config,
+        "validation",
+        kind=validation.dataset,
+        path=validation.dataset_path,
+        seq_len=validation_seq_len(config),
+        vocab_size=vocab_size,
+    )
+    return source, held_out
+
+
+def _open(
+    config: Config, section: str, *, kind: str, path: str, seq_len: int, vocab_size: int
+) -> Source:
+    if kind == "synthetic":
+        seed = config.debug.seed + (section == "validation")
+        return SyntheticRows(vocab_size, seq_len, num_rows=SYNTHETIC_ROWS, seed=seed)
+    key = f"{section}.dataset_path"
+    folder = Path(path)
+    if kind != "tokens" and not (folder / INDEX_NAME).is_file():
+        folder = prepare(
+            kind,
+            path,
+            load_tokenizer(config.model.hf_assets_path),
+            cache=config.training.token_cache,
+            text_column=config.training.dataset_text_column,
+            key=key,
+        )
+    shards = TokenShards(folder, key=key)
+    shards.check_vocabulary(vocab_size)
+    return TokenRows(shards, seq_len, key=key)
