@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.data.prepare import open_source, tokenise
+from torchtitan_lite.data.documents import find_source
+from torchtitan_lite.data.prepare import tokenise
 from torchtitan_lite.data.tokenizer import load_tokenizer
 
 
@@ -24,29 +25,20 @@ def main() -> None:
     parser.add_argument("--text_column", default="text", help="field of jsonl or hf rows")
     parser.add_argument("--kind", default="auto", choices=["auto", "text", "jsonl", "hf"])
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        _prepare(arguments)
+        if arguments.output.exists():
+            raise ConfigError(f"--output {arguments.output}: it exists; name another or remove it")
+        tokenizer = load_tokenizer(arguments.hf_assets_path)
+        source = find_source(
+            arguments.kind, arguments.input, text_column=arguments.text_column, key="--input"
+        )
+        if source.kind == "tokens":
+            raise ConfigError(f"--input {source.path}: it is a folder of token shards already")
+        tokenise(source, tokenizer, arguments.output)
     except (ConfigError, OSError) as error:  # OSError: an input or output folder without access
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _prepare(arguments: argparse.Namespace) -> None:
-    if arguments.output.exists():
-        raise ConfigError(f"--output {arguments.output}: it exists; name another or remove it")
-    tokenizer = load_tokenizer(arguments.hf_assets_path)
-    source = open_source(
-        arguments.kind, arguments.input, text_column=arguments.text_column, key="--input"
-    )
-    if isinstance(source, Path):
-        raise ConfigError(f"--input {source}: it is a folder of token shards already")
-    index = tokenise(source, tokenizer, arguments.output)
-    print(
-        f"{arguments.output}: {index['num_documents']:,} documents "
-        f"({index['num_empty_documents']:,} more were empty), {index['num_tokens']:,} tokens, "
-        f"{index['text_bytes']:,} bytes of text, {len(index['shards'])} shards"
-    )
 
 
 if __name__ == "__main__":

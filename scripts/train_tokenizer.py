@@ -31,9 +31,9 @@ def main() -> None:
     arguments = parser.parse_args()
     missing = [path for path in arguments.input if not path.is_file()]
     if missing:
-        _refuse(f"--input {missing[0]}: no such file")
+        parser.error(f"--input {missing[0]}: no such file")
     if arguments.vocab_size < SMALLEST_VOCABULARY:
-        _refuse(f"--vocab_size {arguments.vocab_size}: at least {SMALLEST_VOCABULARY} are needed")
+        parser.error(f"--vocab_size {arguments.vocab_size}: {SMALLEST_VOCABULARY} are the least")
     train(arguments.input, arguments.output, vocab_size=arguments.vocab_size)
     print(f"wrote {arguments.output}/tokenizer.json and tokenizer_config.json")
 
@@ -71,11 +71,6 @@ def _lines(inputs: list[Path]) -> Iterator[str]:
         with open(path, encoding="utf-8") as lines:
             for line in lines:
                 yield line.replace(FORM_FEED, "")
-
-
-def _refuse(problem: str) -> None:
-    print(f"error: {problem}", file=sys.stderr)
-    sys.exit(2)
 
 
 if __name__ == "__main__":

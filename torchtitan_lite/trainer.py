@@ -200,7 +200,8 @@ class Trainer:
             self.model.named_parameters.values(),
             norm_type=self.config.training.norm_type,
             ranks_per_stage=self.mesh.ranks_per_stage,
-            device=self._gradient_device(),
+            # Where the gradients lie, also on a rank that might have none.
+            device=torch.device("cpu") if self.config.training.enable_cpu_offload else self.device,
         )
 
     def learning_rate(self, step: int) -> float:
@@ -242,9 +243,6 @@ class Trainer:
                 f"step {self.step}: lower optimizer.lr, lengthen lr_scheduler.warmup_steps or look "
                 "at the data (training.max_skipped_steps is the limit)"
             )
-
-    def _gradient_device(self) -> torch.device:
-        return torch.device("cpu") if self.config.training.enable_cpu_offload else self.device
 
     # --- the loop -----------------------------------------------------------------------------
 

@@ -32,10 +32,10 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.manifest import MANIFEST, read_manifest, verify
 from torchtitan_lite.checkpoint.state import (
     cast_state,
-    is_model_key,
     materialise_state,
     model_state,
     optimizer_state,
+    part_of,
 )
 from torchtitan_lite.config import ConfigError
 
@@ -317,14 +317,18 @@ def export(folder: Path) -> bool:
     loaded = Run({"fsdp": 2}, seed="another")
     state = loaded.state()
     manager.load_from(folder / "step-1", state, model_only=True)
-    expected = {name: t.bfloat16().float() for name, t in run.full().items() if is_model_key(name)}
-    return same({name: t for name, t in loaded.full().items() if is_model_key(name)}, expected)
+    expected = model_only(cast_state(run.full(), torch.bfloat16))
+    return same(model_only(loaded.full()), {n: t.float() for n, t in expected.items()})
+
+
+def model_only(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if part_of(name) == "model"}
 
 
 def test_an_export_holds_weights_alone_in_the_precision_asked_for(tmp_path: Path) -> None:
     assert run_ranks(export, 2, tmp_path) == [True, True]
     index = torch.distributed.checkpoint.FileSystemReader(tmp_path / "step-1").read_metadata()
-    assert all(is_model_key(key) for key in index.state_dict_metadata)
+    assert {part_of(key) for key in index.state_dict_metadata} == {"model"}
     for entry in index.state_dict_metadata.values():
         assert isinstance(entry, TensorStorageMetadata)
         assert entry.properties.dtype == torch.bfloat16

@@ -10,15 +10,12 @@ import pytest
 from torchtitan_lite.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    counted_steps,
+    list_steps,
     measure,
     prune,
     publish,
-    read_manifest,
     remove,
-    resumable_steps,
     temporary_folder,
-    uncounted_steps,
     verify,
     write_manifest,
 )
@@ -26,13 +23,13 @@ from torchtitan_lite.checkpoint.manifest import (
 FILES = {".metadata": b"index", "__0_0.distcp": b"x" * 5000, "__1_0.distcp": b"y" * 3000}
 
 
-def make_step(root: Path, step: int, *, model_only: bool = False) -> Path:
+def make_step(root: Path, step: int) -> Path:
     temporary = temporary_folder(root, step)
     temporary.mkdir(parents=True)
     for name, content in FILES.items():
         (temporary / name).write_bytes(content)
-    records = measure(temporary, list(FILES))
-    write_manifest(temporary, Manifest(step, model_only, records))
+    records = {name: measure(temporary / name) for name in FILES}
+    write_manifest(temporary, Manifest(step, False, records))
     publish(root, step)
     return root / f"step-{step}"
 
@@ -111,12 +108,12 @@ def test_only_folders_with_a_manifest_are_listed(tmp_path: Path) -> None:
     (tmp_path / "step-11").mkdir()
     (tmp_path / "step-x").mkdir()
     (tmp_path / "step-13").touch()
-    assert counted_steps(tmp_path) == [2, 10]
-    assert uncounted_steps(tmp_path) == [11]
-    assert counted_steps(tmp_path / "nowhere") == []
+    others = [(11, tmp_path / "step-11"), (12, tmp_path / "step-12.tmp")]
+    assert list_steps(tmp_path) == ([2, 10], others)
+    assert list_steps(tmp_path / "nowhere") == ([], [])
 
 
-def test_a_damaged_folder_steps_aside_for_its_replacement(tmp_path: Path) -> None:
+def test_a_damaged_folder_gives_way_to_its_replacement(tmp_path: Path) -> None:
     flip_a_byte(make_step(tmp_path, 4) / ".metadata")
     folder = make_step(tmp_path, 4)
     assert verify(folder) == []
@@ -132,7 +129,7 @@ def test_removal_starts_with_the_manifest(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("shutil.rmtree", power_cut)
         remove(folder)
-    assert counted_steps(tmp_path) == [] and uncounted_steps(tmp_path) == [4]
+    assert list_steps(tmp_path) == ([], [(4, folder)])
 
 
 def names(root: Path) -> list[str]:
@@ -169,11 +166,3 @@ def test_the_step_just_saved_stays_even_beside_newer_ones(tmp_path: Path) -> Non
     flip_a_byte(tmp_path / "step-8" / "__0_0.distcp")  # not seen without reading it all
     assert prune(tmp_path, keep_latest_k=1, saved_step=4) == ["step-2", "step-6"]
     assert names(tmp_path) == ["step-4", "step-8"]
-
-
-def test_steps_to_resume_from_are_whole_and_not_weights_alone(tmp_path: Path) -> None:
-    make_step(tmp_path, 2)
-    truncate(make_step(tmp_path, 4) / ".metadata")
-    make_step(tmp_path, 6, model_only=True)
-    assert resumable_steps(tmp_path) == [2]
-    assert read_manifest(tmp_path / "step-6").model_only

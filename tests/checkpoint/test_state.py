@@ -11,10 +11,10 @@ from tests.checkpoint.worlds import SHAPES, Run, full, mesh_of, same
 from tests.world import run_ranks
 from torchtitan_lite.checkpoint.state import (
     cast_state,
-    is_excluded,
     materialise_state,
     model_state,
     optimizer_state,
+    part_of,
     read_train_state,
     restore_optimizer_state,
     train_state,
@@ -143,12 +143,17 @@ def test_casting_touches_floating_point_tensors_alone() -> None:
     assert cast["expert_counts"] is state["expert_counts"]
 
 
-def test_an_excluded_module_takes_its_moments_along() -> None:
-    assert is_excluded("lm_head.weight", "lm_head")
-    assert is_excluded("optimizer.state.lm_head.weight.exp_avg", "lm_head")
-    assert is_excluded("layers.1.norm.weight", "layers.1")
-    assert not is_excluded("layers.10.norm.weight", "layers.1")
-    assert not is_excluded("trainer.step", "model") and is_excluded("trainer.step", "train_state")
+def test_every_key_belongs_to_one_part() -> None:
+    run = Run(None)
+    run.step()
+    state = {**run.state(), **train_state({"consumed_samples": 5}, part="dataloader")}
+    parts = [part_of(key) for key in state]
+    assert [parts.count(part) for part in ("model", "optimizer", "train_state", "dataloader")] == [
+        len(SHAPES),
+        3 * len(SHAPES),
+        2,
+        1,
+    ]
 
 
 def test_a_weight_may_not_go_by_the_name_of_another_part() -> None:

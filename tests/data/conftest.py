@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_lite.data.shards import ShardWriter
+from torchtitan_lite.data.shards import write_shards as write_token_shards
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +27,13 @@ def write_shards(tmp_path: Path) -> Callable[..., Path]:
         tokens: object, *, vocab_size: int = 5000, tokens_a_shard: int = 100, name: str = "shards"
     ) -> Path:
         folder = tmp_path / name
-        with ShardWriter(
-            folder, vocab_size=vocab_size, tokenizer_sha256="", tokens_a_shard=tokens_a_shard
-        ) as writer:
-            writer.add(np.asarray(tokens).tolist())
+        write_token_shards(
+            folder,
+            np.array_split(np.asarray(tokens), 3),
+            vocab_size=vocab_size,
+            notes={},
+            tokens_a_shard=tokens_a_shard,
+        )
         return folder
 
     return write

@@ -96,7 +96,9 @@ def test_the_logits_never_exist_whole() -> None:
     largest = {}
     for num_chunks in (1, 8):
         with _LargestFloat() as mode:
-            linear_cross_entropy(x, weight, labels, vocab_size=128, num_chunks=num_chunks)[0].backward()
+            linear_cross_entropy(x, weight, labels, vocab_size=128, num_chunks=num_chunks)[
+                0
+            ].backward()
         largest[num_chunks] = mode.largest
     assert largest == {1: 256 * 128, 8: 256 * 128 // 8}
 
@@ -127,7 +129,9 @@ def _vocabulary_shard(num_chunks: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_vocabulary_shards_equal_the_whole_also_when_a_shard_is_all_padding(world_size: int) -> None:
+def test_vocabulary_shards_equal_the_whole_also_when_a_shard_is_all_padding(
+    world_size: int,
+) -> None:
     expected = _reference(1e-2, 1.0)
     results = run_ranks(_vocabulary_shard, world_size, 3)
     for sums, _, _ in results:

@@ -153,8 +153,14 @@ def test_a_tied_embedding_is_one_weight_on_every_mesh(mesh: Mesh, schedule: str)
     "options",
     [
         {"activation_checkpoint.mode": "full"},
-        {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "3"},
-        {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+        {
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "3",
+        },
+        {
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "op",
+        },
     ],
     ids=["full", "every-third", "per-op"],
 )

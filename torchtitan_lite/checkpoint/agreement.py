@@ -35,24 +35,26 @@ def agree(work: Callable[[], Result], *, doing: str, group: dist.ProcessGroup) -
     Raises CheckpointError on every rank when `work` raises on any, saying what was being done
     (`doing`), on which rank, and why; ConfigError instead where the failure is one.
     """
-    kind: str = "done"
+    kind: type[Exception] | None = None
     result: Result | str
-    cause: Exception | None = None
+    cause: BaseException | None = None
     try:
         result = work()
     except (ConfigError, CheckpointError) as error:  # their messages are complete already
-        cause, kind, result = error, type(error).__name__, str(error)
-    except Exception as error:
-        text = f"{doing}: rank {dist.get_rank(group)}: {type(error).__name__}: {error}"
-        cause, kind, result = error, "CheckpointError", text
+        cause, kind, result = error, type(error), str(error)
+    except (Exception, CheckpointException) as error:
+        rank, cause, kind = dist.get_rank(group), error, CheckpointError
+        # DCP's own is no Exception and a page of tracebacks; every rank gets it, with all causes.
+        if isinstance(error, CheckpointException):
+            rank, (cause, _) = min(error.failures.items())
+        result = f"{doing}: rank {rank}: {type(cause).__name__}: {cause}"
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, (kind, result), group=group)
-    failures = [(kind, text) for kind, text in outcomes if kind != "done"]
+    failures = [outcome for outcome in outcomes if outcome[0] is not None]
     if failures:
-        kind, message = failures[0]
+        raised, message = failures[0]
         others = len({text for _, text in failures}) - 1
-        message += f" (and {others} more failures)" if others else ""
-        raise (ConfigError if kind == "ConfigError" else CheckpointError)(message) from cause
+        raise raised(message + (f" (and {others} more failures)" if others else "")) from cause
     return [result for _, result in outcomes]
 
 
@@ -67,16 +69,3 @@ def on_first_rank(work: Callable[[], Result], *, doing: str, group: dist.Process
         return work() if dist.get_rank(group) == 0 else None
 
     return agree(on_this_rank, doing=doing, group=group)[0]  # type: ignore[return-value]
-
-
-def through_dcp(call: Callable[[], Any], *, doing: str) -> None:
-    """Run a DCP call; turn its CheckpointException into a CheckpointError with the first cause.
-
-    CheckpointException derives from BaseException, so that `except Exception` misses it, and its
-    text is a page of tracebacks. DCP raises it on all ranks.
-    """
-    try:
-        call()
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        raise CheckpointError(f"{doing}: rank {rank}: {type(cause).__name__}: {cause}") from cause

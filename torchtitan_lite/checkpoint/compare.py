@@ -12,14 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from torchtitan_lite.checkpoint.agreement import agree
-from torchtitan_lite.checkpoint.state import PARTS, is_excluded, is_model_key
+from torchtitan_lite.checkpoint.state import State, part_of
 from torchtitan_lite.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -27,108 +27,62 @@ logger = logging.getLogger(__name__)
 NUM_NAMES_SHOWN = 5
 
 
-def without_excluded(
-    state: Mapping[str, Tensor], exclude: Collection[str], *, group: dist.ProcessGroup
-) -> dict[str, Tensor]:
-    """`state` less what checkpoint.exclude_from_loading covers.
-
-    A collective: a name may live on one pipeline stage only. Raises ConfigError for an entry that
-    is no part and that matches no name on any rank; a part of which there is nothing is a warning.
-    """
-    if not exclude:
-        return dict(state)
-    used_here = [entry for entry in exclude if any(is_excluded(key, entry) for key in state)]
-    used = set().union(
-        *agree(lambda: used_here, doing="checkpoint.exclude_from_loading", group=group)
-    )
-    for entry in exclude:
-        if entry not in used and entry not in PARTS:
-            raise ConfigError(
-                f"checkpoint.exclude_from_loading = {entry!r}: nothing has this name; give a part "
-                f"({', '.join(PARTS)}) or the name of a module or weight"
-            )
-        if entry not in used and dist.get_rank(group) == 0:
-            logger.warning("checkpoint.exclude_from_loading: %s has no effect here", entry)
-    return {
-        key: tensor
-        for key, tensor in state.items()
-        if not any(is_excluded(key, entry) for entry in exclude)
-    }
-
-
-def refuse_other_state(
+def what_to_load(
     folder: Path,
-    wanted: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
     exclude: Collection[str],
     *,
     group: dist.ProcessGroup,
-) -> None:
-    """Raise ConfigError, on all ranks, unless `folder` holds what all ranks together want.
+) -> State:
+    """`state` without the parts in `exclude`, once `folder` is known to hold just that.
 
-    Listed: tensors that the checkpoint lacks, that have another shape there, and weights there
-    that no rank wants (unless excluded). A collective. Optimizer state that nobody wants is a
-    warning.
+    Raises ConfigError, on all ranks, that lists the tensors which the checkpoint lacks, which have
+    another shape there, and weights there that no rank wants. Other tensors that nobody wants are
+    a warning. A collective.
     """
-    doing = f"comparing with {folder}"
-    stored_keys: list[str] = []
-    missing: set[str] = set()
-    shapes: set[str] = set()
+    wanted = {key: tensor for key, tensor in state.items() if part_of(key) not in exclude}
+    stored: dict[str, Any] = {}
 
-    def compare() -> tuple[set[str], set[str]]:
-        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-        stored_keys.extend(sorted(stored))
-        sizes = {key: list(getattr(stored[key], "size", [])) for key in wanted if key in stored}
-        differing = {
-            f"{key} {sizes[key]} there, {list(wanted[key].shape)} here"
-            for key in sizes
-            if sizes[key] != list(wanted[key].shape)
+    def compare() -> tuple[set[str], set[str], bytes]:
+        stored.update(FileSystemReader(folder).read_metadata().state_dict_metadata)
+        shapes = {
+            f"{key} {list(stored[key].size)} there, {list(tensor.shape)} here"
+            for key, tensor in wanted.items()
+            if key in stored and stored[key].size != tensor.shape
         }
-        return wanted.keys() - stored.keys(), differing
+        # A byte a name: a thousand ranks that send names would send gigabytes.
+        return wanted.keys() - stored.keys(), shapes, bytes(key in wanted for key in sorted(stored))
 
-    for missing_there, shapes_there in agree(compare, doing=doing, group=group):
-        missing |= missing_there
-        shapes |= shapes_there
-    unwanted = [
+    missing_on, shapes_on, used_by = zip(
+        *agree(compare, doing=f"comparing with {folder}", group=group), strict=True
+    )
+    unused = [
         key
-        for key in _wanted_by_nobody(stored_keys, wanted, group)
-        if not any(is_excluded(key, entry) for entry in exclude)
+        for key, *uses in zip(sorted(stored), *used_by, strict=True)
+        if not any(uses) and part_of(key) not in exclude
     ]
-    extra = [key for key in unwanted if is_model_key(key)]
-    if missing or shapes or extra:
-        raise ConfigError(_difference(folder, missing=missing, shapes=shapes, extra=extra))
-    if unwanted and dist.get_rank(group) == 0:
-        logger.warning("%s: not used by this run: %s", folder, _shortened(unwanted))
+    differences = {
+        "missing there": set().union(*missing_on),
+        "not in this model": {key for key in unused if part_of(key) == "model"},
+        "of another shape": set().union(*shapes_on),
+    }
+    if any(differences.values()):
+        raise ConfigError(_told(folder, differences))
+    if unused:
+        logger.warning("%s: not used by this run: %s", folder, _shortened(unused))
+    return wanted
 
 
-def _wanted_by_nobody(
-    keys: list[str], wanted: Mapping[str, Tensor], group: dist.ProcessGroup
-) -> list[str]:
-    """Those of `keys` (equal on all ranks) that no rank wants; a byte a key goes over the wire."""
-    if not keys:
-        return []
-    used = torch.tensor([key in wanted for key in keys], dtype=torch.uint8)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-    return [key for key, is_used in zip(keys, used.tolist(), strict=True) if not is_used]
-
-
-def _difference(
-    folder: Path, *, missing: Collection[str], shapes: Collection[str], extra: Collection[str]
-) -> str:
-    parts = [
-        f"{len(names)} {what} ({_shortened(names)})"
-        for what, names in (
-            ("missing there", missing),
-            ("not in this model", extra),
-            ("of another shape", shapes),
-        )
-        if names
-    ]
-    if extra or any(is_model_key(entry) for entry in (*missing, *shapes)):
+def _told(folder: Path, differences: Mapping[str, Collection[str]]) -> str:
+    if any(part_of(name) == "model" for names in differences.values() for name in names):
         title = "checkpoint of another model"
         fix = "set model.flavor and model.overrides as in the run that wrote it"
     else:
         title = "checkpoint of another optimizer or trainer"
         fix = "leave the part out with checkpoint.exclude_from_loading, or set optimizer as there"
+    parts = [
+        f"{len(names)} {what} ({_shortened(names)})" for what, names in differences.items() if names
+    ]
     return f"{title}: {folder}: {'; '.join(parts)}; {fix}"
 
 

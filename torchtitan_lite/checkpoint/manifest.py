@@ -24,7 +24,7 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -32,12 +32,10 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 # Large enough that hashing is not bound by system calls.
 HASH_BLOCK_BYTES = 1 << 22
-_STEP_FOLDER = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-(\d+)(\.tmp|\.damaged)?")
+_STEP_FOLDER = re.compile(r"step-(\d+)(\.tmp)?")
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(TypedDict):
     """What a file of a checkpoint must look like: bytes and hexadecimal SHA-256."""
 
     size: int
@@ -65,35 +63,30 @@ def temporary_folder(root: Path, step: int) -> Path:
     return root / f"step-{step}.tmp"
 
 
-def counted_steps(root: Path) -> list[int]:
-    """Steps whose folder holds a manifest, ascending; damage shows only in `verify`."""
-    return [step for step in _steps(root) if (step_folder(root, step) / MANIFEST).is_file()]
+def list_steps(root: Path) -> tuple[list[int], list[tuple[int, Path]]]:
+    """(steps that count, step and folder of those that do not), ascending.
+
+    A step counts if its folder holds a manifest; damage shows only in `verify`. The others are
+    saves or removals that were cut short.
+    """
+    counted, others = [], []
+    for folder in root.glob("step-*"):
+        match = _STEP_FOLDER.fullmatch(folder.name)
+        if match and folder.is_dir():
+            if match[2] is None and (folder / MANIFEST).is_file():
+                counted.append(int(match[1]))
+            else:
+                others.append((int(match[1]), folder))
+    return sorted(counted), sorted(others)
 
 
-def uncounted_steps(root: Path) -> list[int]:
-    """Steps whose folder has no manifest (a removal that was cut short, a lost file), ascending."""
-    return [step for step in _steps(root) if not (step_folder(root, step) / MANIFEST).is_file()]
-
-
-def _steps(root: Path) -> list[int]:
-    if not root.is_dir():
-        return []
-    matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted(int(match.group(1)) for match in matches if match)
-
-
-def measure(folder: Path, names: list[str]) -> dict[str, FileRecord]:
-    """Size and hash of each of `names` in `folder`, read back from it."""
-    return {name: _record(folder / name) for name in names}
-
-
-def _record(path: Path) -> FileRecord:
-    digest, size = hashlib.sha256(), 0
+def measure(path: Path) -> FileRecord:
+    """Size and hash of a file, read back from it."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(HASH_BLOCK_BYTES):
             digest.update(block)
-            size += len(block)
-    return FileRecord(size, digest.hexdigest())
+        return {"size": file.tell(), "sha256": digest.hexdigest()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -118,9 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads((folder / MANIFEST).read_text())
         expected = content.pop("manifest_sha256")
-    except FileNotFoundError:
-        raise ValueError(f"{MANIFEST}: missing") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{MANIFEST}: not readable ({error})") from None
     if _hash_of(content) != expected:
         raise ValueError(f"{MANIFEST}: its content does not have the hash that it states")
@@ -128,18 +119,20 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(
             f"{MANIFEST}: format {content['format_version']}, this program reads {FORMAT_VERSION}"
         )
-    files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-    return Manifest(files=files, **content)
+    return Manifest(**content)
 
 
 def _hash_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def verify(folder: Path, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def verify(
+    folder: Path, *, rank: int = 0, world_size: int = 1, sizes_only: bool = False
+) -> list[str]:
     """What is wrong with `folder`, one line a file, naming it; empty when all is well.
 
     Of `world_size` ranks each reads its share of the files: join the lists of all ranks.
+    `sizes_only` reads none of them, and sees no flipped byte.
     """
     try:
         manifest = read_manifest(folder)
@@ -149,55 +142,32 @@ def verify(folder: Path, *, rank: int = 0, world_size: int = 1) -> list[str]:
     if folder.name.startswith("step-") and folder.name != f"step-{manifest.step}":
         problems.append(f"{MANIFEST}: it is the manifest of step {manifest.step}")
     # Dealt out from the largest on, so that the ranks' shares of the bytes are about equal.
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name]["size"], name))
     for name in by_size[rank::world_size]:
-        problem = _problem(folder / name, manifest.files[name])
-        if problem:
-            problems.append(f"{name}: {problem}")
+        expected = manifest.files[name]
+        try:
+            size = (folder / name).stat().st_size
+            if size != expected["size"]:
+                problems.append(f"{name}: {size} bytes instead of {expected['size']}")
+            elif not sizes_only and measure(folder / name) != expected:
+                problems.append(f"{name}: its bytes are not those that were written (SHA-256)")
+        except OSError as error:
+            problems.append(f"{name}: cannot be read ({error.strerror})")
     return problems
 
 
-def _problem(path: Path, expected: FileRecord) -> str | None:
-    problem = _size_problem(path, expected)
-    if problem:
-        return problem
-    try:
-        found = _record(path)
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None if found == expected else "its bytes are not those that were written (SHA-256)"
-
-
-def _size_problem(path: Path, expected: FileRecord) -> str | None:
-    if not path.is_file():
-        return "missing"
-    size = path.stat().st_size
-    return None if size == expected.size else f"{size} bytes instead of {expected.size}"
-
-
 def publish(root: Path, step: int) -> None:
-    """Make the finished temporary folder of `step` count.
-
-    A damaged folder of the same step steps aside for it and is removed only afterwards.
-    """
-    final, aside = step_folder(root, step), root / f"step-{step}.damaged"
-    replaces = final.exists()
-    if replaces:
-        remove(aside)
-        os.rename(final, aside)
-    os.rename(temporary_folder(root, step), final)
+    """Make the finished temporary folder of `step` count, in place of a damaged one if need be."""
+    remove(step_folder(root, step))
+    os.rename(temporary_folder(root, step), step_folder(root, step))
     _sync_folder(root)
-    if replaces:
-        remove(aside)
 
 
 def remove(folder: Path) -> None:
     """Remove `folder` if it is there, its manifest first: cut short, it leaves nothing counted."""
-    if folder.is_dir():
+    if folder.exists():
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)
-    else:
-        folder.unlink(missing_ok=True)
 
 
 def prune(root: Path, *, keep_latest_k: int, saved_step: int) -> list[str]:
@@ -209,41 +179,20 @@ def prune(root: Path, *, keep_latest_k: int, saved_step: int) -> list[str]:
     cost more than the save. A damaged one newer than the oldest kept stays, for whoever looks
     into it. Of folders that do not count, those up to `saved_step` go.
     """
-    if keep_latest_k == 0 or not root.is_dir():
+    if keep_latest_k == 0:
         return []
-    doomed = []
-    kept = 0
-    for step in reversed(counted_steps(root)):
-        if kept == keep_latest_k and step != saved_step:
-            doomed.append(step_folder(root, step))
-        elif step == saved_step or _looks_whole(step_folder(root, step)):
-            kept = min(kept + 1, keep_latest_k)
-    for entry in root.iterdir():
-        match = _LEFTOVER.fullmatch(entry.name)
-        counts = match and match.group(2) is None and (entry / MANIFEST).is_file()
-        if match and not counts and int(match.group(1)) <= saved_step:
-            doomed.append(entry)
+    counted, others = list_steps(root)
+    doomed = [folder for step, folder in others if step <= saved_step]
+    num_kept = 0
+    for step in reversed(counted):
+        folder = step_folder(root, step)
+        if num_kept >= keep_latest_k and step != saved_step:
+            doomed.append(folder)
+        elif step == saved_step or not verify(folder, sizes_only=True):
+            num_kept += 1
     for folder in doomed:
         remove(folder)
     return sorted(folder.name for folder in doomed)
-
-
-def resumable_steps(root: Path) -> list[int]:
-    """Steps that a run could resume from, ascending, judged by manifest and file sizes."""
-    folders = [(step, step_folder(root, step)) for step in counted_steps(root)]
-    return [
-        step
-        for step, folder in folders
-        if _looks_whole(folder) and not read_manifest(folder).model_only
-    ]
-
-
-def _looks_whole(folder: Path) -> bool:
-    try:
-        files = read_manifest(folder).files
-    except ValueError:
-        return False
-    return not any(_size_problem(folder / name, record) for name, record in files.items())
 
 
 def _sync_folder(folder: Path) -> None:

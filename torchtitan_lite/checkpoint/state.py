@@ -30,38 +30,24 @@ from torch.optim import Optimizer
 State = dict[str, Tensor]
 
 OPTIMIZER, TRAINER, DATALOADER = "optimizer.", "trainer.", "dataloader."
-# Names that checkpoint.exclude_from_loading knows, and how the keys of each part begin. The model
-# is what is left.
+# Names that checkpoint.exclude_from_loading knows, and how the keys of each part begin; "model" is
+# what is left.
 PART_PREFIXES = {"optimizer": OPTIMIZER, "train_state": TRAINER, "dataloader": DATALOADER}
-PARTS = ("model", *PART_PREFIXES)
 
 # A step with zero gradients under these leaves each weight as it is, bit by bit: eps must not be 0,
 # or 0 / (sqrt(0) + eps) is NaN.
 _HARMLESS = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0}
 
 
-def is_model_key(key: str) -> bool:
-    """Whether `key` names a weight or buffer of the model."""
-    return not key.startswith(tuple(PART_PREFIXES.values()))
-
-
-def is_excluded(key: str, entry: str) -> bool:
-    """Whether `entry` of checkpoint.exclude_from_loading covers `key`.
-
-    An entry is one of PARTS or the name of a module or weight; the latter covers the optimizer's
-    state of these weights too, which would be stale beside other values.
-    """
-    if entry == "model":
-        return is_model_key(key)
-    if entry in PART_PREFIXES:
-        return key.startswith(PART_PREFIXES[entry])
-    key = key.removeprefix(f"{OPTIMIZER}state.")
-    return key == entry or key.startswith(f"{entry}.")
+def part_of(key: str) -> str:
+    """The part that `key` belongs to: model, optimizer, train_state or dataloader."""
+    parts = (part for part, prefix in PART_PREFIXES.items() if key.startswith(prefix))
+    return next(parts, "model")
 
 
 def model_state(named_parameters: Mapping[str, Tensor]) -> State:
     """This rank's weights (and buffers, if given) by canonical name, sharing their memory."""
-    reserved = [name for name in named_parameters if not is_model_key(name)]
+    reserved = [name for name in named_parameters if part_of(name) != "model"]
     assert not reserved, f"names of other parts of a checkpoint: {reserved}"
     return {name: parameter.detach() for name, parameter in named_parameters.items()}
 
@@ -72,33 +58,28 @@ def optimizer_state(optimizer: Optimizer, named_parameters: Mapping[str, nn.Para
     A plain number in the state becomes a 0-d tensor: call `restore_optimizer_state` after a load.
     """
     return {
-        f"{OPTIMIZER}state.{fqn}.{name}": _as_tensor(value)
-        for fqn, name, value, _ in _entries(optimizer, named_parameters)
+        key: _as_tensor(of_parameter[name])
+        for key, name, of_parameter in _entries(optimizer, named_parameters)
     }
 
 
 def restore_optimizer_state(
     optimizer: Optimizer, named_parameters: Mapping[str, nn.Parameter], loaded: Mapping[str, Tensor]
 ) -> None:
-    """Hand what was loaded into `optimizer_state(...)` back to the optimizer.
+    """Hand the plain numbers of what was loaded into `optimizer_state(...)` to the optimizer.
 
-    DCP has filled the tensors in place; plain numbers, and tensors that are copies, come from
-    `loaded`. Names that `loaded` lacks stay as they are.
+    Tensors need no handing over, DCP has filled them in place. Names that `loaded` lacks stay.
     """
-    for fqn, name, value, of_parameter in list(_entries(optimizer, named_parameters)):
-        found = loaded.get(f"{OPTIMIZER}state.{fqn}.{name}")
-        if found is None or found is value:
-            continue
-        if isinstance(value, Tensor):
-            value.copy_(found)
-        else:
-            of_parameter[name] = type(value)(found.item())
+    for key, name, of_parameter in _entries(optimizer, named_parameters):
+        value = of_parameter[name]
+        if key in loaded and not isinstance(value, Tensor):
+            of_parameter[name] = type(value)(loaded[key].item())
 
 
 def _entries(
     optimizer: Optimizer, named_parameters: Mapping[str, nn.Parameter]
-) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
-    """(fqn, name, value, the parameter's own state) for each value that the optimizer holds."""
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(key, name, the parameter's own state, which holds it by name) for each value."""
     fqn_of: dict[Tensor, str] = {parameter: fqn for fqn, parameter in named_parameters.items()}
     for parameter, of_parameter in optimizer.state.items():
         assert parameter in fqn_of, "the optimizer holds a parameter that has no name"
@@ -109,7 +90,7 @@ def _entries(
                 # Each rank's summand would be saved as if it were the sum.
                 partial = any(placement.is_partial() for placement in value.placements)
                 assert not partial, f"{name} of {fqn_of[parameter]} is an unreduced sum"
-            yield fqn_of[parameter], name, value, of_parameter
+            yield f"{OPTIMIZER}state.{fqn_of[parameter]}.{name}", name, of_parameter
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -127,36 +108,24 @@ def materialise_state(optimizer: Optimizer) -> None:
     decay of 0. Weights stay bitwise as they are, gradients end as None, hyper-parameters as they
     were. Parameters that have state keep it; frozen ones get none.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = optimizer.param_groups
+    kept = [{name: group[name] for name in _HARMLESS if name in group} for group in groups]
+    parameters = [parameter for group in groups for parameter in group["params"]]
     unborn = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
-    if not unborn:
-        return
-    kept = [
-        {name: group[name] for name in _HARMLESS if name in group}
-        for group in optimizer.param_groups
-    ]
-    try:
-        for group, values in zip(optimizer.param_groups, kept, strict=True):
-            for name, value in values.items():
-                harmless = _HARMLESS[name]
-                is_tensor = isinstance(value, Tensor)
-                group[name] = torch.full_like(value, harmless) if is_tensor else harmless
-        for parameter in parameters:
-            parameter.grad = None  # whoever has state, or is frozen, takes no part in the step
-        for parameter in unborn:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    finally:
-        for group, values in zip(optimizer.param_groups, kept, strict=True):
-            group.update(values)
-        optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()  # to None: whoever has state, or is frozen, takes no part in the step
+    for parameter in unborn:
+        parameter.grad = torch.zeros_like(parameter)
+    for group, values in zip(groups, kept, strict=True):
+        group.update({name: _HARMLESS[name] for name in values})
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, values in zip(groups, kept, strict=True):
+        group.update(values)
     for parameter in unborn:
         # Zero gradients leave moments as they were born; only the count has moved.
-        of_parameter = optimizer.state.get(parameter, {})
-        if isinstance(of_parameter.get("step"), Tensor):
-            of_parameter["step"].zero_()
-        elif "step" in of_parameter:
-            of_parameter["step"] = 0
+        of_parameter = optimizer.state[parameter]
+        if "step" in of_parameter:
+            of_parameter["step"] = of_parameter["step"] * 0
 
 
 def train_state(values: Mapping[str, int | float], *, part: str = "train_state") -> State:

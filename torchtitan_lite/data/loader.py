@@ -19,6 +19,7 @@ Proven in tests/data/test_loader.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,37 +42,29 @@ class Batch(NamedTuple):
     labels: Tensor  # (rows, seq_len) int64, IGNORE_LABEL where there is none
 
 
+@dataclass(eq=False)
 class Loader:
     """An endless iterator over this rank's share of each global batch.
 
     `global_batch_size` counts rows over all ranks and is a multiple of `batch_degree`. With
     `num_workers` > 0 that many processes keep `prefetch_factor` batches each ready.
+    `consumed_samples` are those of the global batches handed out so far.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        global_batch_size: int,
-        batch_rank: int,
-        batch_degree: int,
-        seed: int,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        shuffle: bool = True,
-    ) -> None:
-        assert global_batch_size % batch_degree == 0, (global_batch_size, batch_degree)
-        assert 0 <= batch_rank < batch_degree, (batch_rank, batch_degree)
-        self._source = source
-        self._global_batch_size = global_batch_size
-        self._rows_a_rank = global_batch_size // batch_degree
-        self._first = batch_rank * self._rows_a_rank
-        self._seed = seed
-        self._num_workers = num_workers
-        self._prefetch_factor = prefetch_factor
-        self._shuffle = shuffle
-        self._batches: Iterator[Batch] | None = None
-        self.consumed_samples = 0
+    source: Source
+    _: KW_ONLY
+    global_batch_size: int
+    batch_rank: int
+    batch_degree: int
+    seed: int
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    consumed_samples: int = field(default=0, init=False)
+    _batches: Iterator[Batch] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        assert self.global_batch_size % self.batch_degree == 0, self
+        assert 0 <= self.batch_rank < self.batch_degree, self
 
     def __iter__(self) -> Loader:
         return self
@@ -79,12 +72,12 @@ class Loader:
     def __next__(self) -> Batch:
         if self._batches is None:
             rows = self._rows_from(self.consumed_samples)
-            if self._num_workers > 0:
+            if self.num_workers > 0:
                 self._batches = self._read_ahead(rows)
             else:
-                self._batches = (_collate([self._source[row] for row in batch]) for batch in rows)
+                self._batches = (_collate([self.source[row] for row in batch]) for batch in rows)
         batch = next(self._batches)
-        self.consumed_samples += self._global_batch_size
+        self.consumed_samples += self.global_batch_size
         return batch
 
     def state_dict(self) -> dict[str, int]:
@@ -98,34 +91,36 @@ class Loader:
 
     def close(self) -> None:
         """End the workers. The next batch, if one is asked for, starts them again."""
-        self._batches = None  # the last reference: torch ends the workers with it
+        # Explicitly: after an error the iterator is part of a reference cycle, and torch's own
+        # ending of the workers, when the garbage collector comes, waits five seconds for each.
+        end_workers = getattr(self._batches, "_shutdown_workers", None)
+        if end_workers is not None:
+            end_workers()
+        self._batches = None
 
     def _rows_from(self, consumed_samples: int) -> Iterator[list[int]]:
         """Row numbers of this rank's share of one global batch after the other."""
+        rows_a_rank = self.global_batch_size // self.batch_degree
         while True:
-            first = consumed_samples + self._first
-            yield sample_rows(
-                np.arange(first, first + self._rows_a_rank),
-                num_rows=len(self._source),
-                seed=self._seed,
-                shuffle=self._shuffle,
-            ).tolist()
-            consumed_samples += self._global_batch_size
+            first = consumed_samples + self.batch_rank * rows_a_rank
+            samples = np.arange(first, first + rows_a_rank)
+            yield sample_rows(samples, num_rows=len(self.source), seed=self.seed).tolist()
+            consumed_samples += self.global_batch_size
 
     def _read_ahead(self, rows: Iterator[list[int]]) -> Iterator[Batch]:
         try:
             from torchdata.stateful_dataloader import StatefulDataLoader
         except ImportError as error:
             raise ConfigError(
-                f"training.dataloader.num_workers = {self._num_workers}: worker processes need "
+                f"training.dataloader.num_workers = {self.num_workers}: worker processes need "
                 "the package torchdata, which is not installed; pip install it or use 0"
             ) from error
         loader: Any = StatefulDataLoader(
-            self._source,
+            self.source,
             batch_sampler=rows,
             collate_fn=_collate,
-            num_workers=self._num_workers,
-            prefetch_factor=self._prefetch_factor,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor,
             # Workers read files and do arithmetic: fork starts them without importing again.
             multiprocessing_context="fork",
             # Its own generator: reading ahead must not move the random numbers of training.
@@ -136,12 +131,10 @@ class Loader:
 
 
 def sample_rows(
-    samples: NDArray[np.int64], *, num_rows: int, seed: int, shuffle: bool
+    samples: NDArray[np.int64], *, num_rows: int, seed: int
 ) -> NDArray[np.int64]:  # same shape
     """The row of each sample; over an epoch, every row once."""
     epochs, indices = np.divmod(samples, num_rows)
-    if not shuffle:
-        return indices
     rows = np.empty_like(indices)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
@@ -155,27 +148,18 @@ def held_out_batches(
     batch_rank: int,
     batch_degree: int,
     local_batch_size: int,
-    num_batches: int = -1,
 ) -> Iterator[Batch]:
     """This rank's batches of a validation: rows in their own order, every row once.
 
     All ranks get the same number of batches, so that none waits for another in a collective;
-    rows that fill up the last ones have no label and so no weight. `num_batches` >= 0 ends
-    earlier. Nothing is kept from one call to the next.
+    rows that fill up the last ones have no label and so no weight.
     """
-    num_rows = len(source)
-    rows_a_batch = local_batch_size * batch_degree
-    available = -(-num_rows // rows_a_batch)
-    wanted = available if num_batches < 0 else min(num_batches, available)
-    for batch in range(wanted):
-        first = batch * rows_a_batch + batch_rank * local_batch_size
-        rows = range(first, first + local_batch_size)
-        yield _collate([source[row] if row < num_rows else _filler(source) for row in rows])
-
-
-def _filler(source: Source) -> tuple[Tensor, Tensor]:
     tokens, labels = source[0]
-    return torch.zeros_like(tokens), torch.full_like(labels, IGNORE_LABEL)
+    filler = torch.zeros_like(tokens), torch.full_like(labels, IGNORE_LABEL)
+    for start in range(0, len(source), local_batch_size * batch_degree):
+        first = start + batch_rank * local_batch_size
+        rows = range(first, first + local_batch_size)
+        yield _collate([source[row] if row < len(source) else filler for row in rows])
 
 
 def _collate(rows: list[tuple[Tensor, Tensor]]) -> Batch:

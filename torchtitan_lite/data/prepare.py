@@ -22,32 +22,22 @@ import logging
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.data.documents import (
-    Piece,
-    Source,
-    detect_kind,
-    find_source,
-    num_rows,
-    read_pieces,
-)
-from torchtitan_lite.data.shards import FORMAT_VERSION, INDEX_NAME, ShardWriter, read_index
+from torchtitan_lite.data.documents import Source, find_source, read_pieces
+from torchtitan_lite.data.shards import FORMAT_VERSION, INDEX_NAME, read_index, write_shards
 from torchtitan_lite.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_POLLS = 0.2
-SECONDS_BETWEEN_WAIT_MESSAGES = 30.0
-SECONDS_BETWEEN_PROGRESS_LINES = 5.0
-# Pieces that are tokenised at once: enough for every thread, little enough for any memory.
-BATCH_CHARACTERS = 1 << 21
-BATCH_PIECES = 4096
+# Tokenised at once: enough for every thread, little enough for any memory.
+BATCH_PIECES = 64
 HASH_DIGITS = 24  # 96 bits: no two sources of one cache ever share them
 READ_SIZE = 1 << 20
 
@@ -66,50 +56,33 @@ def prepare(
     `dataset_kind` is auto, text, jsonl, hf or tokens. `key` is the configuration key that holds
     `dataset_path`; it leads the messages. Raises ConfigError for data that is missing or bad.
     """
-    source = open_source(dataset_kind, dataset_path, text_column=text_column, key=key)
-    if isinstance(source, Path):
-        _check_tokenizer(source, tokenizer, key=key)
-        return source
-    folder = Path(cache) / content_hash(source, tokenizer)
-    if (folder / INDEX_NAME).is_file():
-        return folder
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        _make_cache(folder.parent)
-        _clear_leftovers(folder)
-        tokenise(source, tokenizer, folder)
-    else:
-        _wait_for(folder)
+    source = find_source(dataset_kind, dataset_path, text_column=text_column, key=key)
+    if source.kind == "tokens":
+        _check_tokenizer(source.path, tokenizer, key=key)
+        return source.path
+    try:
+        folder = Path(cache) / content_hash(source, tokenizer)
+        index = folder / INDEX_NAME
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not index.is_file():
+            _clear_leftovers(folder)
+            tokenise(source, tokenizer, folder)
+        while not index.is_file():  # no time limit: the launcher ends us if local rank 0 fails
+            time.sleep(SECONDS_BETWEEN_POLLS)
+    except OSError as error:  # no access to the data or to the cache, or a full disk
+        raise ConfigError(
+            f"{key} = {str(dataset_path)!r} cannot be tokenised into training.token_cache = "
+            f"{str(cache)!r}: {error}; name another path or make room"
+        ) from error
     return folder
-
-
-def open_source(
-    dataset_kind: str, dataset_path: str | Path, *, text_column: str, key: str
-) -> Source | Path:
-    """What `dataset_path` is: text to tokenise, or the path of a folder of token shards."""
-    if not str(dataset_path):
-        raise ConfigError(f"{key} is empty: name a .txt or .jsonl file, or a folder")
-    path = Path(dataset_path)
-    assert dataset_kind != "synthetic", "synthetic rows come from no file"
-    kind = detect_kind(dataset_kind, path, key=key)
-    if kind == "tokens":
-        return path
-    return find_source(kind, path, text_column=text_column, key=key)
 
 
 def content_hash(source: Source, tokenizer: Tokenizer) -> str:
     """Name of the shards of `source`: equal for equal content, wherever the files lie."""
-    uses_column = any(form != "text" for form in source.formats)
-    digest = hashlib.sha256()
-    parts = (
-        FORMAT_VERSION,
-        tokenizer.sha256,
-        tokenizer.bos_id,
-        tokenizer.eos_id,
-        source.text_column if uses_column else "",
-    )
-    digest.update(repr(parts).encode())
-    for file, form in zip(source.files, source.formats, strict=True):
-        digest.update(f"{form}:{file.stat().st_size}:".encode())
+    formats = [(source.format_of(file), file.stat().st_size) for file in source.files]
+    tokens = (tokenizer.sha256, tokenizer.bos_id, tokenizer.eos_id)
+    column = source.text_column if any(form != "text" for form, _ in formats) else ""
+    digest = hashlib.sha256(repr((FORMAT_VERSION, tokens, column, formats)).encode())
+    for file in source.files:
         with open(file, "rb") as stream:
             while block := stream.read(READ_SIZE):
                 digest.update(block)
@@ -118,96 +91,51 @@ def content_hash(source: Source, tokenizer: Tokenizer) -> str:
 
 def tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Write the shards of `source` as `folder`; return their index. Memory is constant."""
-    logger.info("tokenising %s (%s bytes)", _place(source), f"{source.size:,}")
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    if not bos and not eos:
+    logger.info("tokenising %s", source.path)
+    if tokenizer.bos_id is None and tokenizer.eos_id is None:
         logger.warning("the tokenizer has no begin and no end token: documents run together")
-    total = num_rows(source) if source.kind == "hf" else source.size
-    progress = _Progress(total, unit="rows" if source.kind == "hf" else "B")
-    in_document = False
-    with (
-        progress,
-        ShardWriter(
-            folder, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256
-        ) as writer,
-    ):
-        index = writer.index
-        for pieces in _batches(read_pieces(source)):
-            batch_ids = tokenizer.encode_batch([piece.text for piece in pieces])
-            for piece, ids in zip(pieces, batch_ids, strict=True):
-                if not in_document and piece.ends_document and not piece.text.strip():
-                    index["num_empty_documents"] += 1
-                    continue
-                end = eos if piece.ends_document else []
-                writer.add([*([] if in_document else bos), *ids, *end])
-                in_document = not piece.ends_document
-                index["num_documents"] += piece.ends_document
-                index["text_bytes"] += len(piece.text.encode())
-            progress.reach(pieces[-1].position)
-        if index["num_tokens"] == 0:
-            raise ConfigError(f"{source.key}: {_place(source)} holds no text; name another")
+    notes = {"tokenizer_sha256": tokenizer.sha256, "num_documents": 0, "num_empty_documents": 0}
+    index = write_shards(
+        folder, _tokens(source, tokenizer, notes), vocab_size=tokenizer.vocab_size, notes=notes
+    )
     logger.info(
-        "%s tokens of %s documents (%s more were empty) in %s",
-        f"{index['num_tokens']:,}",
-        f"{index['num_documents']:,}",
-        f"{index['num_empty_documents']:,}",
-        folder,
+        f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents "
+        f"({index['num_empty_documents']:,} more were empty) in {folder}"
     )
     return index
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
-        if characters >= BATCH_CHARACTERS or len(batch) == BATCH_PIECES:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _wait_for(folder: Path) -> None:
-    """Return once `folder` is whole. No time limit: the launcher ends us if local rank 0 fails."""
-    started = last_message = time.monotonic()
-    while not (folder / INDEX_NAME).is_file():
-        time.sleep(SECONDS_BETWEEN_POLLS)
-        elapsed = time.monotonic() - started
-        if time.monotonic() - last_message >= SECONDS_BETWEEN_WAIT_MESSAGES:
-            last_message = time.monotonic()
-            logger.info("waiting for local rank 0 to tokenise into %s: %.0f s", folder, elapsed)
-
-
-def _make_cache(cache: Path) -> None:
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+def _tokens(source: Source, tokenizer: Tokenizer, notes: dict[str, Any]) -> Iterator[list[int]]:
+    """The stream of token ids in batches; counts the documents in `notes`."""
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    stream, in_document = read_pieces(source), False
+    while pieces := list(islice(stream, BATCH_PIECES)):
+        tokens: list[int] = []
+        encoded = tokenizer.encode_batch([piece.text for piece in pieces])
+        for (text, ends_document), ids in zip(pieces, encoded, strict=True):
+            if ends_document and not in_document and not text.strip():
+                notes["num_empty_documents"] += 1
+                continue
+            tokens += [*([] if in_document else bos), *ids, *(eos if ends_document else [])]
+            notes["num_documents"] += ends_document
+            in_document = not ends_document
+        yield tokens
+    if notes["num_documents"] == 0:
         raise ConfigError(
-            f"training.token_cache = {str(cache)!r}: it cannot be made ({error.strerror}); name a "
-            "folder that can be written"
-        ) from error
+            f"{source.key} = {str(source.path)!r}: it holds no text; name a source that does"
+        )
 
 
 def _clear_leftovers(folder: Path) -> None:
     """Remove what processes of this host left of `folder` when they died."""
-    prefix = f"{folder.name}.tmp-{socket.gethostname()}-"
-    for leftover in folder.parent.glob(f"{folder.name}.tmp-*"):
-        process = leftover.name.removeprefix(prefix)
-        if process.isdigit() and not _is_alive(int(process)):
+    for leftover in folder.parent.glob(f"{folder.name}.tmp-{socket.gethostname()}-*"):
+        try:
+            os.kill(int(leftover.name.rpartition("-")[2]), 0)
+        except ProcessLookupError:
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # alive, and another user's
-        return True
-    return True
+        except PermissionError:
+            continue  # alive, and another user's
 
 
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer, *, key: str) -> None:
@@ -218,39 +146,3 @@ def _check_tokenizer(folder: Path, tokenizer: Tokenizer, *, key: str) -> None:
             f"{made_with[:12]}) than model.hf_assets_path holds ({tokenizer.sha256[:12]}); use "
             "that one, or prepare the text again with scripts/prepare_data.py"
         )
-
-
-def _place(source: Source) -> Path:
-    return source.files[0] if len(source.files) == 1 else source.folder
-
-
-class _Progress:
-    """A bar on a terminal, else a line every few seconds."""
-
-    def __init__(self, total: int, *, unit: str) -> None:
-        self._total = total
-        self._unit = unit
-        self._reached = 0
-        self._bar: Any = None
-        self._last_line = time.monotonic()
-
-    def __enter__(self) -> _Progress:
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._total, unit=self._unit, unit_scale=True, desc="tokenising")
-        return self
-
-    def reach(self, position: int) -> None:
-        """Show that `position` of the total is done."""
-        if self._bar is not None:
-            self._bar.update(position - self._reached)
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_PROGRESS_LINES:
-            self._last_line = time.monotonic()
-            share = 100 * position / max(self._total, 1)
-            logger.info("tokenising: %.0f %% (%s %s)", share, f"{position:,}", self._unit)
-        self._reached = position
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -1,8 +1,8 @@
 """Text to token ids and back, with the begin and end of a document.
 
 `tokenizer.json` knows how to cut text; which of its tokens begin and end a document stands in the
-files beside it. Special tokens are added here and only here: a template inside tokenizer.json,
-a truncation or a padding is switched off, so that what is encoded is the whole text, once.
+files beside it. A template inside tokenizer.json, a truncation or a padding is switched off: what
+is encoded is the text, the whole text and nothing else, and whoever wants a begin adds `bos_id`.
 
 Proven in tests/data/test_tokenizer.py.
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan_lite.config import ConfigError
 
@@ -25,43 +26,28 @@ FILE_NAME = "tokenizer.json"
 SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
+@dataclass
 class Tokenizer:
     """A tokenizer.json with its begin (bos) and end (eos) tokens; either may be None."""
 
-    def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        *,
-        bos_id: int | None,
-        eos_id: int | None,
-        sha256: str,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self.bos_id = bos_id
-        self.eos_id = eos_id
-        self.sha256 = sha256  # of the bytes of tokenizer.json
-        # Ids may have gaps, so the largest id counts and not the number of entries.
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    implementation: tokenizers.Tokenizer
+    bos_id: int | None
+    eos_id: int | None
+    vocab_size: int  # the largest id and one
+    sha256: str  # of the bytes of tokenizer.json
 
-    def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """Token ids of `text`; a bos or eos that the tokenizer lacks must not be asked for."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if add_bos:
-            assert self.bos_id is not None, "this tokenizer has no begin token"
-            ids = [self.bos_id, *ids]
-        if add_eos:
-            assert self.eos_id is not None, "this tokenizer has no end token"
-            ids = [*ids, self.eos_id]
-        return ids
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without bos and eos."""
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without bos and eos, on all threads."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.implementation.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, without bos, eos and their like unless asked for."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.implementation.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
 
@@ -69,58 +55,40 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     """The tokenizer in the folder `hf_assets_path`; ConfigError if it is missing or broken."""
     import tokenizers
 
-    folder = Path(hf_assets_path)
-    file = folder / FILE_NAME
+    file, key = Path(hf_assets_path) / FILE_NAME, f"model.hf_assets_path = {str(hf_assets_path)!r}"
     if not file.is_file():
-        what = f"holds no {FILE_NAME}" if folder.is_dir() else "is no folder"
         raise ConfigError(
-            f"model.hf_assets_path = {str(hf_assets_path)!r}: {folder.resolve()} {what}; name a "
-            "folder that has one, or train one with scripts/train_tokenizer.py"
+            f"{key}: there is no {file.resolve()}; name a folder that has one, or train one with "
+            "scripts/train_tokenizer.py"
         )
     content = file.read_bytes()
+    special: dict[str, int | None] = {}
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        # Ids may have gaps, so the largest id counts and not the number of entries.
+        vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        # `file` is the one that the message names.
+        for file in filter(Path.is_file, (file.with_name(name) for name in SPECIAL_TOKEN_FILES)):
+            fields = json.loads(file.read_text(encoding="utf-8"))
+            for name in ("bos_token", "eos_token"):
+                token = fields.get(name)
+                if isinstance(token, dict):  # an AddedToken, written out with its flags
+                    token = token.get("content")
+                if token is not None and name not in special:
+                    special[name] = tokenizer.token_to_id(token)
+                    if special[name] is None:
+                        raise ValueError(f"{name} {token!r} is not in the vocabulary")
     except Exception as error:  # the library raises bare Exception for a file it cannot parse
-        raise _broken(file, str(error)) from error
+        raise ConfigError(
+            f"{key}: {file.resolve()} cannot be used: {' '.join(str(error).split())}; copy it "
+            "again from where it came"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if tokenizer.get_vocab_size() == 0:
-        raise _broken(file, "its vocabulary is empty")
     return Tokenizer(
         tokenizer,
-        bos_id=_special_id(folder, "bos_token", tokenizer),
-        eos_id=_special_id(folder, "eos_token", tokenizer),
+        bos_id=special.get("bos_token"),
+        eos_id=special.get("eos_token"),
+        vocab_size=vocab_size,
         sha256=hashlib.sha256(content).hexdigest(),
-    )
-
-
-def _special_id(folder: Path, name: str, tokenizer: tokenizers.Tokenizer) -> int | None:
-    for file in (folder / file_name for file_name in SPECIAL_TOKEN_FILES):
-        token = _read_object(file).get(name) if file.is_file() else None
-        if isinstance(token, dict):  # an AddedToken, written out with its flags
-            token = token.get("content")
-        if token is None:
-            continue
-        token_id: int | None = tokenizer.token_to_id(token)
-        if token_id is None:
-            raise _broken(file, f"{name} {token!r} is not in the vocabulary of {FILE_NAME}")
-        return token_id
-    return None
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _broken(file, str(error)) from error
-    if not isinstance(value, dict):
-        raise _broken(file, "it is not a JSON object")
-    return value
-
-
-def _broken(file: Path, reason: str) -> ConfigError:
-    one_line = " ".join(reason.split())
-    return ConfigError(
-        f"model.hf_assets_path = {str(file.parent)!r}: {file.resolve()} cannot be used: "
-        f"{one_line}; copy it again from where it came"
     )

@@ -48,8 +48,14 @@ class Decoder(nn.Module):
 
     def tie_weights(self) -> None:
         """Make head and embedding one Parameter, where this stage holds both and they are tied."""
-        if self.config.tie_word_embeddings and self.embed_tokens and self.lm_head:
+        if self.embed_tokens is not None and self.lm_head is not None and self.is_tied:
             self.lm_head.weight = self.embed_tokens.weight
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether this stage holds head and embedding as one Parameter."""
+        ends = self.embed_tokens is not None and self.lm_head is not None
+        return ends and self.config.tie_word_embeddings
 
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None

@@ -21,7 +21,6 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-
 # torch 2.13 renamed them and 2.11 knows only the former names.
 _gather_single = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 _scatter_single = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor

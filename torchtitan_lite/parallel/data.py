@@ -32,11 +32,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.parallel.parameters import read_parameters_as
 
 
 def apply_data_parallel(
-    model: nn.Module,
+    model: Decoder,
     mesh: DeviceMesh,
     *,
     zero_stage: int,
@@ -63,16 +64,14 @@ def apply_data_parallel(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     reshard = zero_stage == 3
     ends = [part for part in (model.norm, model.lm_head) if part is not None]
-    tied = model.lm_head is not None and model.embed_tokens is not None
-    tied = tied and model.lm_head.weight is model.embed_tokens.weight
-    if tied:
+    if model.lm_head is not None and model.is_tied:
         ends.insert(0, model.embed_tokens)  # one weight, one group: two would untie it in silence
     elif model.embed_tokens is not None:
-        fully_shard(model.embed_tokens, reshard_after_forward=reshard, **options)  # type: ignore[arg-type]
-    for layer in model.layers.values():  # type: ignore[operator, union-attr]
+        fully_shard(model.embed_tokens, reshard_after_forward=reshard, **options)
+    for layer in model.layers.values():
         fully_shard(layer, reshard_after_forward=reshard, **options)
     if ends:
-        fully_shard(ends, reshard_after_forward=False, **options)  # type: ignore[arg-type]
+        fully_shard(ends, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():  # the setters are not recursive
         if isinstance(module, FSDPModule):

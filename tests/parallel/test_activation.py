@@ -1,0 +1,205 @@
+"""Activation checkpointing: what is kept and what is computed again, counted op by op.
+
+A dispatch mode counts matmuls and attention calls in backward; a second one adds up the bytes of
+all storages that a forward leaves alive. A layer has seven matmuls in forward, in the order
+q k v o gate up down, and twice as many in backward: for the input and for the weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_lite.models.config import ModelConfig
+from torchtitan_lite.models.decoder import Decoder
+from torchtitan_lite.parallel import activation
+from torchtitan_lite.parallel.activation import apply_activation_checkpointing
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=40,
+    intermediate_size=56,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=6,
+    max_position_embeddings=24,
+)
+BATCH, SEQ = 2, 24
+TOKENS = BATCH * SEQ
+FLOAT = 4  # bytes
+
+NONE, FULL, EVERY_2ND, EVERY_3RD, PER_OP = (
+    ("none", "2"),
+    ("full", "2"),
+    ("selective", "2"),
+    ("selective", "3"),
+    ("selective", "op"),
+)
+MODES = [NONE, FULL, EVERY_2ND, EVERY_3RD, PER_OP]
+
+MATMUL = torch.ops.aten.mm.default
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class BackwardCounter(TorchDispatchMode):
+    """How often each operator runs inside a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages made inside the mode that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_plain(t)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if _is_plain(tensor) and tensor.untyped_storage()._cdata not in known:
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for ref, size in self.storages.values() if not ref.expired())
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def make(mode: tuple[str, str], num_layers: int = 4, modules: list[str] | None = None) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(dataclasses.replace(CONFIG, num_hidden_layers=num_layers), modules)
+    apply_activation_checkpointing(model, mode=mode[0], selective_option=mode[1])
+    return model
+
+
+def _tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(CONFIG.vocab_size, (BATCH, SEQ), generator=generator)
+
+
+def run_backward(model: Decoder) -> Counter[Any]:
+    loss = model(_tokens(), labels=_tokens())[0]
+    with BackwardCounter() as counter:
+        loss.backward()
+    return counter.counts
+
+
+def bytes_kept(mode: tuple[str, str], num_layers: int = 4) -> int:
+    model = make(mode, num_layers)
+    tokens = _tokens()
+    with LiveBytes() as live:
+        loss = model(tokens, labels=tokens)[0]
+    assert loss.requires_grad
+    return live.num_bytes
+
+
+# --- what is computed again -------------------------------------------------------------------
+
+# Recomputation stops at the last tensor that backward needs, down_proj's input: 6 of 7 matmuls.
+RECOMPUTED = {NONE: 0, FULL: 4 * 6, EVERY_2ND: 2 * 6, EVERY_3RD: 2 * 6, PER_OP: 4 * 3}
+ATTENTION_AGAIN = {NONE: 0, FULL: 4, EVERY_2ND: 2, EVERY_3RD: 2, PER_OP: 0}
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_backward_computes_again_what_the_mode_says_and_no_more(mode: tuple[str, str]) -> None:
+    """Every third of four layers: 0 and 3. Per op: every second matmul, and never attention."""
+    counts = run_backward(make(mode))
+    assert counts[MATMUL] == 4 * 14 + RECOMPUTED[mode]
+    assert counts[ATTENTION] == ATTENTION_AGAIN[mode]
+
+
+def test_a_layer_is_chosen_by_its_index_in_the_whole_model() -> None:
+    """A stage of layers 1 to 3 recomputes layer 2, as the whole model does, not its first."""
+    model = make(EVERY_2ND, modules=["layers.1", "layers.2", "layers.3"])
+    x = torch.randn(BATCH, SEQ, CONFIG.hidden_size, requires_grad=True)
+    out = model(x, torch.arange(SEQ)[None])
+    with BackwardCounter() as counter:
+        out.sum().backward()
+    assert counter.counts[MATMUL] == 3 * 14 + 6
+    recomputed = [name for name, layer in model.layers.items() if "forward" in vars(layer)]
+    assert recomputed == ["2"]
+
+
+def test_two_forwards_before_their_backwards_are_counted_apart() -> None:
+    """As in a pipeline: which matmuls are kept must not depend on what else is in flight."""
+    model = make(PER_OP)
+    first, second = model(_tokens(), labels=_tokens())[0], model(_tokens(), labels=_tokens())[0]
+    for loss in (first, second):
+        with BackwardCounter() as counter:
+            loss.backward()
+        assert counter.counts[MATMUL] == 4 * 14 + RECOMPUTED[PER_OP]
+
+
+def test_an_attention_operator_missing_from_the_list_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activation, "_DEAR", activation._DEAR - {ATTENTION})
+    assert run_backward(make(PER_OP))[ATTENTION] == 4
+
+
+# --- what is kept -----------------------------------------------------------------------------
+
+
+def test_a_recomputed_layer_keeps_its_input_alone() -> None:
+    one_more = bytes_kept(FULL, 4) - bytes_kept(FULL, 3)
+    assert one_more == TOKENS * CONFIG.hidden_size * FLOAT
+
+
+def test_per_op_a_layer_keeps_its_input_attention_and_every_second_matmul() -> None:
+    q_width = CONFIG.num_attention_heads * CONFIG.head_dim
+    kv_width = CONFIG.num_key_value_heads * CONFIG.head_dim
+    kept = {
+        "input": CONFIG.hidden_size,
+        "q_proj": q_width,
+        "v_proj": kv_width,
+        "attention": q_width + CONFIG.num_attention_heads,  # and its logsumexp
+        "gate_proj": CONFIG.intermediate_size,
+        "down_proj": CONFIG.hidden_size,
+    }
+    one_more = bytes_kept(PER_OP, 4) - bytes_kept(PER_OP, 3)
+    assert one_more == TOKENS * sum(kept.values()) * FLOAT
+
+
+def test_the_more_is_computed_again_the_less_is_kept() -> None:
+    kept = [bytes_kept(mode) for mode in (NONE, EVERY_2ND, PER_OP, FULL)]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(kept)
+
+
+# --- what does not change ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_names_and_gradients_are_those_of_the_plain_model(mode: tuple[str, str]) -> None:
+    plain, wrapped = make(NONE), make(mode)
+    run_backward(plain)
+    run_backward(wrapped)
+    assert list(wrapped.state_dict()) == list(plain.state_dict())
+    expected = dict(plain.named_parameters())
+    assert [name for name, _ in wrapped.named_parameters()] == list(expected)
+    for name, parameter in wrapped.named_parameters():
+        ours, theirs = parameter.grad, expected[name].grad
+        assert ours is not None and theirs is not None
+        assert torch.equal(ours, theirs), name
