@@ -48,6 +48,7 @@ NEIGHBOURS = {
     ("mesh", "config"),
     ("device", "config"),
     ("build", "loss"),
+    ("trainer", "evaluate"),  # validation during training
 }
 
 # What a plain model knows nothing of, though most of it stands below.

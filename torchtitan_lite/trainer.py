@@ -232,17 +232,10 @@ class Trainer:
             return
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        limit = self.config.training.max_skipped_steps
         logger.warning(
             f"step {self.step}: the gradient norm is {norm}; weights and moments are left as they "
             f"were ({self.skipped_in_a_row} in a row, {self.skipped_steps} in all)"
         )
-        if self.skipped_in_a_row >= limit:
-            raise TrainingStopped(
-                f"the gradient norm was not finite in {limit} steps in a row, the last of them "
-                f"step {self.step}: lower optimizer.lr, lengthen lr_scheduler.warmup_steps or look "
-                "at the data (training.max_skipped_steps is the limit)"
-            )
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -264,7 +257,8 @@ class Trainer:
             )
             first_step = self.step + 1
             self.timer = report.start_timer()
-            while self.step < config.training.steps:
+            limit = config.training.max_skipped_steps
+            while self.step < config.training.steps and self.skipped_in_a_row < limit:
                 if self.checkpoints is not None:
                     self.checkpoints.poll()  # a failed save surfaces here
                 record = self.train_step()
@@ -277,6 +271,12 @@ class Trainer:
                 instruments(self.step)
             if self.checkpoints is not None:
                 self.checkpoints.finish()
+        if self.skipped_in_a_row >= limit:
+            raise TrainingStopped(
+                f"the gradient norm was not finite in {limit} steps in a row, the last of them "
+                f"step {self.step}: lower optimizer.lr, lengthen lr_scheduler.warmup_steps or look "
+                "at the data (training.max_skipped_steps is the limit)"
+            )
         logger.info(f"done: {self.step} steps, {self.tokens_seen:,} tokens")
 
     def _validate_and_save(self, report: RunReport) -> None:
@@ -318,11 +318,11 @@ class Trainer:
             local_mean = self.loss.totals[1].item() / self.num_local_tokens
         largest = torch.tensor(local_mean, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return (sums / self.loss.num_tokens).tolist(), largest.item()
+        # A batch without a single label has no mean; its loss is 0.
+        return (sums / self.loss.num_tokens).tolist(), max(largest.item(), 0.0)
 
     def validate(self) -> float:
-        """Mean cross-entropy per token of the held-out rows: validation.steps global batches of
-        them, or all."""
+        """Mean cross-entropy per token of validation.steps global batches of held-out rows."""
         assert self.held_out is not None
         options = self.config.validation
         num_rows = options.steps * self.config.training.global_batch_size

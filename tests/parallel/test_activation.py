@@ -173,11 +173,10 @@ def test_per_op_a_layer_keeps_its_input_attention_and_every_second_matmul() -> N
     kv_width = CONFIG.num_key_value_heads * CONFIG.head_dim
     kept = {
         "input": CONFIG.hidden_size,
-        "q_proj": q_width,
-        "v_proj": kv_width,
+        "k_proj": kv_width,
         "attention": q_width + CONFIG.num_attention_heads,  # and its logsumexp
-        "gate_proj": CONFIG.intermediate_size,
-        "down_proj": CONFIG.hidden_size,
+        "o_proj": CONFIG.hidden_size,
+        "up_proj": CONFIG.intermediate_size,
     }
     one_more = bytes_kept(PER_OP, 4) - bytes_kept(PER_OP, 3)
     assert one_more == TOKENS * sum(kept.values()) * FLOAT

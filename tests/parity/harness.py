@@ -72,6 +72,7 @@ class Run:
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     returned: list[Any]  # by `act`, a rank each
+    apart: list[str]  # names of what two ranks hold with different bits
 
     def series(self, name: str) -> list[float]:
         return [record[name] for record in self.metrics if name in record]
@@ -163,13 +164,15 @@ def run(
         gradients: dict[str, Tensor] = {}
         parameters: dict[str, Tensor] = {}
         returned = []
+        apart = []
         for rank_gradients, rank_parameters, rank_returned in ranks:
-            gradients |= rank_gradients
-            parameters |= rank_parameters
+            for merged, own in ((gradients, rank_gradients), (parameters, rank_parameters)):
+                apart += [n for n in own if n in merged and not torch.equal(own[n], merged[n])]
+                merged |= own
             returned.append(rank_returned)
         path = Path(config.job.dump_folder) / "metrics.jsonl"
         metrics = read_metrics(path) if path.exists() else []
-    return Run(metrics, gradients, parameters, returned)
+    return Run(metrics, gradients, parameters, returned, apart)
 
 
 def _on_rank(
@@ -228,6 +231,10 @@ def errors(ours: Run, expected: Run) -> dict[str, float]:
 
 
 def assert_equal(ours: Run, expected: Run, tolerance: float = TOLERANCE) -> None:
-    """Both runs agree to `tolerance`; the message lists what does not."""
+    """Both runs agree to `tolerance`; the message lists what does not.
+
+    Within a run, ranks that hold the same tensor hold the same bits.
+    """
+    assert not ours.apart, f"differs between ranks: {sorted(set(ours.apart))}"
     wrong = {name: error for name, error in errors(ours, expected).items() if not error < tolerance}
     assert not wrong, f"off by more than {tolerance}: {wrong}"

@@ -64,8 +64,6 @@ def on_first_rank(work: Callable[[], Result], *, doing: str, group: dist.Process
     What rank 0 sees of a folder is what counts: two ranks that list it at different moments could
     decide differently.
     """
-
-    def on_this_rank() -> Result | None:
-        return work() if dist.get_rank(group) == 0 else None
-
-    return agree(on_this_rank, doing=doing, group=group)[0]  # type: ignore[return-value]
+    is_first = dist.get_rank(group) == 0
+    results = agree(lambda: work() if is_first else None, doing=doing, group=group)
+    return results[0]  # type: ignore[return-value]

@@ -68,7 +68,6 @@ class CheckpointManager:
     def __init__(
         self, folder: str | Path, *, keep_latest_k: int = 0, async_mode: str = "disabled"
     ) -> None:
-        assert async_mode in ("disabled", "async", "async_with_pinned_mem"), async_mode
         self.folder = Path(folder)
         self._keep_latest_k = keep_latest_k
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -309,9 +308,8 @@ class CheckpointManager:
 
     def _fill(self, folder: Path, state: Mapping[str, Tensor], exclude: Collection[str]) -> None:
         wanted = what_to_load(folder, state, exclude, group=self._group)
-        reader = dcp.FileSystemReader(folder)
         agree(
-            lambda: dcp.load(wanted, storage_reader=reader, process_group=self._group),
+            lambda: dcp.load(wanted, checkpoint_id=folder, process_group=self._group),
             doing=f"loading {folder}",
             group=self._group,
         )

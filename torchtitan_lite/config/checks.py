@@ -165,7 +165,11 @@ def _sequence_parallel(facts: Facts) -> Findings:
 
 def _global_batch(facts: Facts) -> Findings:
     config, _, _, ranks = facts
-    local = config.training.local_batch_size
+    if config.training.local_batch_size == config.training.global_batch_size == -1:
+        fix = f"give one of {LOCAL_BATCH} and {GLOBAL_BATCH} a number"
+        yield (LOCAL_BATCH, GLOBAL_BATCH), "each would follow from the other", fix
+        return
+    local = derived.local_batch_size(config, ranks or 1)
     if ranks is not None and derived.global_batch_size(config, ranks) % (local * ranks):
         rows, unit = config.training.global_batch_size, local * ranks
         reason = f"{GLOBAL_BATCH} {rows} is not a multiple of {LOCAL_BATCH} {local} x "
@@ -223,7 +227,9 @@ def _microbatches(facts: Facts) -> Findings:
     """Rows divide into micro-batches, and the schedule runs that many; else the run would hang."""
     config, model, _, ranks = facts
     degree = config.parallelism.pipeline_parallel_degree
-    local = config.training.local_batch_size
+    if config.training.local_batch_size == config.training.global_batch_size == -1:
+        return  # said by _global_batch
+    local = derived.local_batch_size(config, ranks or 1)
     size = config.parallelism.pipeline_parallel_microbatch_size
     if degree > 1 and local % size:
         reason = f"{size} rows a micro-batch do not divide {LOCAL_BATCH} {local}"

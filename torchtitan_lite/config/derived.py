@@ -32,7 +32,7 @@ RESHARD_ZERO_STAGE = {"always": 3, "never": 2}
 def resolve(config: Config, world_size: int) -> None:
     """Replace, in place, what the configuration leaves open; it must have passed the checks.
 
-    data_parallel_shard_degree, global_batch_size and zero_stage get their numbers, and zero_stage 0
+    data_parallel_shard_degree, the batch sizes and zero_stage get their numbers, and zero_stage 0
     turns shard ranks into replicas. Doing it twice changes nothing.
     """
     parallelism = config.parallelism
@@ -47,7 +47,9 @@ def resolve(config: Config, world_size: int) -> None:
     if parallelism.zero_stage == 0:
         parallelism.data_parallel_replicate_degree = parallelism.batch_ranks
         parallelism.data_parallel_shard_degree = 1
-    config.training.global_batch_size = global_batch_size(config, parallelism.batch_ranks)
+    ranks, training = parallelism.batch_ranks, config.training
+    training.global_batch_size = global_batch_size(config, ranks)
+    training.local_batch_size = local_batch_size(config, ranks)
 
 
 def zero_stage(config: Config) -> int:
@@ -86,6 +88,14 @@ def global_batch_size(config: Config, batch_ranks: int) -> int:
     if training.global_batch_size == -1:
         return training.local_batch_size * batch_ranks
     return training.global_batch_size
+
+
+def local_batch_size(config: Config, batch_ranks: int) -> int:
+    """Rows of a rank's forward, with -1 filled in; at least 1, also where the checks will object."""
+    training = config.training
+    if training.local_batch_size == -1:
+        return max(1, training.global_batch_size // batch_ranks)
+    return training.local_batch_size
 
 
 def num_stages(config: Config, num_layers: int) -> int:

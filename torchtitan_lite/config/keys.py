@@ -107,8 +107,8 @@ class Training:
 
     seq_len: Count = 2048
     """Tokens in a row."""
-    local_batch_size: Count = 8
-    """Rows that a batch rank takes through the model at once."""
+    local_batch_size: CountOrAuto = 8
+    """Rows that a batch rank takes through the model at once; -1: its share of the global batch."""
     global_batch_size: CountOrAuto = -1
     """Rows in an optimizer step over all ranks; -1: local_batch_size x batch ranks."""
     steps: Count = 10000

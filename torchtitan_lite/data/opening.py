@@ -60,4 +60,4 @@ def _open(
         )
     shards = TokenShards(folder, key=key)
     shards.check_vocabulary(vocab_size)
-    return TokenRows(shards, seq_len, key=key)
+    return TokenRows(shards, seq_len, key=f"{key} = {path!r}")

@@ -50,8 +50,8 @@ class TokenRows:
         self._num_rows = (shards.num_tokens - 1) // seq_len
         if self._num_rows < 1:
             raise ConfigError(
-                f"{key}: {shards.folder} holds {shards.num_tokens} tokens, fewer than the "
-                f"{seq_len + 1} of one row with seq_len = {seq_len}; use more text or shorter rows"
+                f"{key}: {shards.num_tokens} tokens, fewer than the {seq_len + 1} of one row with "
+                f"seq_len = {seq_len}; use more text or shorter rows"
             )
 
     def __len__(self) -> int:

@@ -63,7 +63,7 @@ def _contexts_of_one_forward() -> Any:
         if op in _MATMULS:
             phase = "recompute" if context.is_recompute else "forward"
             seen[phase] += 1
-            if seen[phase] % 2:
+            if seen[phase] % 2 == 0:  # not the odd ones: nothing reads what the last one gives
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -8,6 +8,9 @@
                        batches of the step
     0      whole       whole                      1 all-reduce
 
+Under a pipeline torch's schedules reduce once a step in every stage: gradients stay whole until
+then, and stage 2 costs what stage 1 does.
+
 A group is the embedding, a layer, or norm and head together; the last is needed at once in
 backward and never resharded between. In stage 0 the mesh has all its data ranks on `dp_replicate`
 and a shard size of 1. On a mesh of one there is nothing to shard, and FSDP would copy every
@@ -63,8 +66,8 @@ def apply_data_parallel(
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     reshard = zero_stage == 3
-    ends = [part for part in (model.norm, model.lm_head) if part is not None]
-    if model.lm_head is not None and model.is_tied:
+    ends: list[nn.Module] = [part for part in (model.norm, model.lm_head) if part is not None]
+    if model.embed_tokens is not None and model.is_tied:
         ends.insert(0, model.embed_tokens)  # one weight, one group: two would untie it in silence
     elif model.embed_tokens is not None:
         fully_shard(model.embed_tokens, reshard_after_forward=reshard, **options)

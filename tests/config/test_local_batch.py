@@ -1,0 +1,37 @@
+"""training.local_batch_size = -1 is a rank's share of the global batch, on any mesh."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchtitan_lite.config import Config, check_config, resolve
+
+
+def _config(*, local: int, total: int, pp: int = 1) -> Config:
+    config = Config()
+    config.training.dataset = "synthetic"
+    config.training.local_batch_size = local
+    config.training.global_batch_size = total
+    config.parallelism.pipeline_parallel_degree = pp
+    return config
+
+
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_the_share_follows_the_mesh(world_size: int, rows: int) -> None:
+    config = _config(local=-1, total=8)
+    assert check_config(config, None, world_size) == []
+    resolve(config, world_size)
+    assert config.training.local_batch_size == rows
+    resolve(config, world_size)
+    assert (config.training.local_batch_size, config.training.global_batch_size) == (rows, 8)
+
+
+def test_a_global_batch_that_the_ranks_do_not_share_evenly_is_refused() -> None:
+    (problem,) = check_config(_config(local=-1, total=9), None, 2)
+    assert "not a multiple" in problem.line
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_one_of_the_two_sizes_must_be_given(pp: int) -> None:
+    (problem,) = check_config(_config(local=-1, total=-1, pp=pp), None, 2)
+    assert "give one of training.local_batch_size and training.global_batch_size" in problem.line
