@@ -57,6 +57,7 @@ OUTSIDE_AND_ON = {
     "training.dataloader.num_workers": (["-1"], ["0"]),
     "loss.z_loss_weight": (["-0.1", "inf"], ["0"]),
     "optimizer.lr": (["0", "-1e-3", "inf"], ["1e-9", ".5"]),
+    "training.local_batch_size": (["0", "-2"], ["1"]),
     "optimizer.beta1": (["1", "-0.1"], ["0"]),
     "optimizer.beta2": (["1.0", "-0.1"], ["0"]),
     "optimizer.eps": (["0"], ["1e-9"]),

@@ -91,7 +91,7 @@ def global_batch_size(config: Config, batch_ranks: int) -> int:
 
 
 def local_batch_size(config: Config, batch_ranks: int) -> int:
-    """Rows of a rank's forward, with -1 filled in; at least 1, also where the checks will object."""
+    """Rows of a rank's forward, with -1 filled in: at least 1, also where a check objects."""
     training = config.training
     if training.local_batch_size == -1:
         return max(1, training.global_batch_size // batch_ranks)
