@@ -72,9 +72,9 @@ class CheckpointManager:
         self.folder = Path(folder)
         self._keep_latest_k = keep_latest_k
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        # A world of one exchanges nothing. DCP would still send its plans through gloo, whose thread
-        # then keeps OpenMP workers of its own: measured, all later steps lose a quarter of their
-        # speed on a CPU to cores that two pools share.
+        # A world of one exchanges nothing. DCP would still send its plans through gloo, whose
+        # thread then keeps OpenMP workers of its own, and two pools share the cores ever after
+        # (docs/performance.md).
         self._alone = dist.get_world_size(self._group) == 1
         if self._alone:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by us, knowingly
