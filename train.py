@@ -63,7 +63,10 @@ def run(config: Config, model: ModelConfig) -> int:
     if config.job.print_config:
         logger.info(json.dumps(to_dict(config), indent=2))
     source, held_out = open_sources(config, model.vocab_size)
-    kind = device.device_type()
+    try:
+        kind = device.local_device(int(os.environ.get("LOCAL_RANK", "0"))).type
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     backend = device.backend(kind, cpu_offload=config.training.enable_cpu_offload)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     if "MASTER_ADDR" in os.environ:

@@ -49,14 +49,7 @@ def load(name: str, *more: str, world: int | None = None) -> tuple[Config, Model
 
 def build_rank(name: str, rank: int) -> tuple[Config, ParallelModel]:
     config, model = load(name)
-    parallelism = config.parallelism
-    degrees = Degrees(
-        pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-    )
+    degrees = Degrees.of(config.parallelism)
     with fake_rank(rank, degrees.world):
         mesh = build_mesh(degrees, "cpu", rank)
         return config, build_model(config, model, mesh, torch.device("cpu"))
@@ -77,13 +70,12 @@ def shards(parameter: DTensor) -> int:
 
 def check_sizes(config: Config, model: ParallelModel) -> None:
     """Each parameter is cut over fsdp and, unless it is a norm's, over tp; and evenly."""
-    parallelism = config.parallelism
     with torch.device("meta"):
         whole = dict(Decoder(model.config).named_parameters())
     for name, parameter in model.named_parameters.items():
-        expected = parallelism.data_parallel_shard_degree
+        expected = config.parallelism.data_parallel_shard_degree
         if not name.endswith("norm.weight"):
-            expected *= parallelism.tensor_parallel_degree
+            expected *= config.parallelism.tensor_parallel_degree
         assert parameter.shape == whole[name].shape, name
         if expected == 1 and not isinstance(parameter, DTensor):
             continue

@@ -112,7 +112,7 @@ def build_model(
         parallelize(part, mesh, config)
         part.to_empty(device=storage)
         part.tie_weights()  # plain tensors got storage one by one
-        initialise(part, seed=config.debug.seed)
+        initialise(part, seed=config.debug.seed, device=device)
         stages[index] = part
     pipeline = None
     if degrees.pp > 1:
@@ -161,8 +161,11 @@ def stage_modules(
 
 
 @torch.no_grad()
-def initialise(part: Decoder, *, seed: int) -> None:
-    """Fill every parameter of `part` from (seed, name), each rank cutting its own copy."""
+def initialise(part: Decoder, *, seed: int, device: torch.device) -> None:
+    """Fill every parameter of `part` from (seed, name), each rank cutting its own copy.
+
+    Drawn on `device` wherever it is stored: kinds of devices draw different numbers.
+    """
     for name, parameter in part.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         full = draw_parameter(
@@ -170,7 +173,7 @@ def initialise(part: Decoder, *, seed: int) -> None:
             parameter.shape,
             part.config,
             seed=seed,
-            device=local.device,
+            device=device,
         ).to(parameter.dtype)
         if isinstance(parameter, DTensor):
             full = distribute_tensor(

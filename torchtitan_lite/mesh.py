@@ -25,6 +25,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan_lite.config.keys import Parallelism
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -37,6 +39,17 @@ class Degrees:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+
+    @classmethod
+    def of(cls, parallelism: Parallelism) -> Degrees:
+        """The degrees that a resolved configuration asks for."""
+        return cls(
+            pp=parallelism.pipeline_parallel_degree,
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=parallelism.data_parallel_shard_degree,
+            cp=parallelism.context_parallel_degree,
+            tp=parallelism.tensor_parallel_degree,
+        )
 
     @property
     def world(self) -> int:

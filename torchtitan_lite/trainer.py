@@ -73,20 +73,13 @@ class Trainer:
         self.tokens_seen = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        parallelism = config.parallelism
         self.device = devices.local_device(int(os.environ.get("LOCAL_RANK", "0")))
         devices.set_device(self.device)
         devices.seed_all(config.debug.seed)
         if config.debug.deterministic:
             devices.make_deterministic()
 
-        degrees = Degrees(
-            pp=parallelism.pipeline_parallel_degree,
-            dp_replicate=parallelism.data_parallel_replicate_degree,
-            dp_shard=parallelism.data_parallel_shard_degree,
-            cp=parallelism.context_parallel_degree,
-            tp=parallelism.tensor_parallel_degree,
-        )
+        degrees = Degrees.of(config.parallelism)
         self.mesh = build_mesh(degrees, self.device.type, dist.get_rank())
         logger.info(f"mesh {degrees} on {dist.get_world_size()} x {devices.device_name()}")
 

@@ -111,7 +111,7 @@ def test_shards_of_one_parameter_differ_between_ranks() -> None:
     assert equal == {name for name in first if name.endswith("norm.weight")}
 
 
-def _draw_into_shards(part: Decoder, *, seed: int) -> None:
+def _draw_into_shards(part: Decoder, *, seed: int, device: torch.device) -> None:
     """Twin: seed the process, then fill each shard: every rank draws the same numbers."""
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -28,13 +28,7 @@ def configure(mesh: Mesh, options: dict[str, Any], model: ModelConfig) -> Config
 
 def mesh_of(config: Config) -> ParallelMesh:
     """The mesh of a resolved configuration, as the Trainer builds it."""
-    parallelism = config.parallelism
-    degrees = Degrees(
-        pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        tp=parallelism.tensor_parallel_degree,
-    )
+    degrees = Degrees.of(config.parallelism)
     return build_mesh(degrees, "cpu", dist.get_rank())
 
 
