@@ -27,7 +27,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config.derived import SINGLE_STAGE_SCHEDULES, V_SCHEDULES
+from torchtitan_lite.config import ConfigError
+from torchtitan_lite.config.derived import (
+    SINGLE_STAGE_SCHEDULES,
+    SPLIT_BACKWARD_SCHEDULES,
+    V_SCHEDULES,
+)
 
 
 def balanced_stages(costs: list[float], num_stages: int, *, last: float) -> list[list[int]]:
@@ -83,6 +88,12 @@ class Pipeline:
         device: torch.device,
         activation: tuple[int, torch.dtype, int],
     ) -> None:
+        if schedule in SPLIT_BACKWARD_SCHEDULES and torch.__version__ < "2.13":
+            raise ConfigError(
+                f"parallelism.pipeline_parallel_schedule = {schedule}: before torch 2.13 its split "
+                f"backward cannot pass an operator of our own, and this is torch "
+                f"{torch.__version__}; use 1F1B or Interleaved1F1B"
+            )
         self.stages = stages
         self.num_stages = num_stages
         self.schedule = schedule
