@@ -107,7 +107,6 @@ def test_memory_on_cpu_is_the_peak_resident_size_and_never_falls():
     block = torch.ones(64, 1024, 1024)  # 256 MiB, written, hence resident
     during = device.memory_gib()
     del block
-    device.reset_peak_memory()
     assert 0.02 < before < 64
     status = Path("/proc/self/status")
     if status.exists():
@@ -118,24 +117,13 @@ def test_memory_on_cpu_is_the_peak_resident_size_and_never_falls():
 
 
 @pytest.mark.skipif(device.device_type() == "cpu", reason="needs an allocator with statistics")
-def test_memory_on_an_accelerator_is_the_peak_since_the_reset():
-    where = device.local_device(0)
-    device.reset_peak_memory()
-    before = device.memory_gib(allocated=True)
-    block = torch.ones(64, 1024, 1024, device=where)
-    assert device.memory_gib(allocated=True) - before == pytest.approx(0.25, abs=0.01)
-    assert device.memory_gib() >= device.memory_gib(allocated=True)
+def test_memory_on_an_accelerator_is_the_peak_of_what_is_reserved():
+    before = device.memory_gib()
+    block = torch.ones(64, 1024, 1024, device=device.local_device(0))
+    during = device.memory_gib()
     del block
-    device.reset_peak_memory()
-    assert device.memory_gib(allocated=True) < before + 0.2
-
-
-def test_fused_steps_are_claimed_only_where_torch_has_them():
-    weight = torch.nn.Parameter(torch.ones(3, device=device.local_device(0)))
-    assert device.supports_fused_optimizer(weight.device.type)
-    weight.sum().backward()
-    torch.optim.AdamW([weight], fused=True).step()
-    assert not device.supports_fused_optimizer("meta")
+    assert during - before == pytest.approx(0.25, abs=0.03)
+    assert device.memory_gib() == during
 
 
 def test_one_seed_fixes_the_draws_of_python_and_torch():

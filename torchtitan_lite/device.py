@@ -83,34 +83,20 @@ def backend(device_type: str, *, cpu_offload: bool = False) -> str:
     return f"cpu:gloo,{device_type}:{name}"
 
 
-def supports_fused_optimizer(device_type: str) -> bool:
-    """Whether torch has the single-kernel ("fused") optimizer steps for this kind of device."""
-    return device_type in ("cpu", "cuda", "xpu")
-
-
 # --- memory -----------------------------------------------------------------------------------
 
 
-def memory_gib(*, allocated: bool = False) -> float:
-    """Peak memory of this rank in GiB.
+def memory_gib() -> float:
+    """Peak memory of this rank since it started, in GiB.
 
-    On an accelerator: what torch's allocator reserved at most since the last reset (what an
-    out-of-memory error is about), or with `allocated` what live tensors took of it at most. On
-    CPU: the peak resident size of the process since its start, which nothing resets.
+    On an accelerator what torch's allocator reserved at most, which is what an out-of-memory error
+    is about; on CPU the resident size of the process.
     """
     if device_type() != "cpu":
-        if allocated:
-            return torch.accelerator.max_memory_allocated() / GIB
         return torch.accelerator.max_memory_reserved() / GIB
     peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     bytes_per_unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return peak_rss * bytes_per_unit / GIB
-
-
-def reset_peak_memory() -> None:
-    """Begin a fresh peak for `memory_gib`; without effect on CPU."""
-    if device_type() != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
 
 
 def supports_memory_history() -> bool:
