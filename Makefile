@@ -34,9 +34,12 @@ train: venv ## train CONFIG on NPROC ranks, with ARGS added to the command line
 	@run=$$($(BIN)/python -c "$(PRINT_FOLDER)" --job.config_file $(CONFIG) $(ARGS)) && \
 	printf '%-22s %s\n' \
 	    "every logged step" "$$run/metrics.jsonl" \
+	    "draw the curves" "$(BIN)/python scripts/plot_run.py $$run" && \
+	if [ -d "$$run/checkpoint" ]; then printf '%-22s %s\n' \
 	    "checkpoints" "$$run/checkpoint/" \
-	    "draw the curves" "$(BIN)/python scripts/plot_run.py $$run" \
-	    "train on from here" "the same command, with a larger --training.steps, on any mesh"
+	    "train on from here" "the same command on any mesh, with a larger --training.steps" \
+	    "" "(the decay of the learning rate then stretches; --lr_scheduler.total_steps fixes it)" \
+	    "start another run" "with another --job.dump_folder"; fi
 
 test: venv ## run the suite on CPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

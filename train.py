@@ -25,6 +25,7 @@ from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.families import model_config
 
 USER_MISTAKE = 2
+INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
 
 def main(argv: list[str]) -> int:
@@ -64,15 +65,21 @@ def run(config: Config, model: ModelConfig) -> int:
         logger.info(json.dumps(to_dict(config), indent=2))
     source, held_out = open_sources(config, model.vocab_size)
     try:
+        os.makedirs(config.job.dump_folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"job.dump_folder = {config.job.dump_folder!r}: {error.strerror}; name a folder that "
+            "can be written"
+        ) from None
+    try:
         kind = device.local_device(int(os.environ.get("LOCAL_RANK", "0"))).type
     except ValueError as error:
         raise ConfigError(str(error)) from None
     backend = device.backend(kind, cpu_offload=config.training.enable_cpu_offload)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    if "MASTER_ADDR" in os.environ:
+    if world_size > 1:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        assert world_size == 1
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
@@ -83,6 +90,10 @@ def run(config: Config, model: ModelConfig) -> int:
     except TrainingStopped as error:
         logger.error(str(error))
         return 1
+    except KeyboardInterrupt:
+        logger.warning("interrupted; the same command goes on from the newest whole checkpoint")
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)  # other ranks may be waiting for this one: nothing to take leave of
     finally:
         dist.destroy_process_group()
     return 0

@@ -52,8 +52,9 @@ class BareLoop:
                 parameter.copy_(weights)
         assert self.model.lm_head is not None
         self.model.lm_head.token_loss.num_chunks = config.loss.num_chunks
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        named = dict(self.model.named_parameters())
+        vectors = [p for n, p in named.items() if p.ndim == 1 or n == "embed_tokens.weight"]
+        matrices = [p for n, p in named.items() if p.ndim > 1 and n != "embed_tokens.weight"]
         groups: list[dict[str, Any]] = [{"params": matrices}]
         groups += [{"params": vectors, "weight_decay": 0.0}]
         options = config.optimizer
@@ -88,7 +89,8 @@ class BareLoop:
                 share = self.model(token_rows, labels=label_rows)[0] / num_tokens
             share.backward()
             loss += share.item()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm)
+        limit = training.max_norm or math.inf
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         factor = lr_factor(
             self.step,
             total_steps=training.steps,

@@ -540,7 +540,10 @@ def test_make_train_starts_the_ranks_config_and_flags_it_is_given(tmp_path: Path
 
 
 def test_make_train_counts_the_devices_and_ends_with_where_to_look(tmp_path: Path) -> None:
-    printed = make("train", cwd=fake_checkout(tmp_path)).stdout
+    folder = fake_checkout(tmp_path)
+    assert "out/checkpoint/" not in make("train", cwd=folder).stdout
+    (tmp_path / "out" / "checkpoint").mkdir(parents=True)
+    printed = make("train", cwd=folder).stdout
     assert "torchrun --standalone --nproc_per_node 3 train.py" in printed
     for place in ("out/metrics.jsonl", "out/checkpoint/", "scripts/plot_run.py out"):
         assert place in printed

@@ -49,7 +49,7 @@ def load(name: str, *more: str, world: int | None = None) -> tuple[Config, Model
 
 def build_rank(name: str, rank: int) -> tuple[Config, ParallelModel]:
     config, model = load(name)
-    degrees = Degrees.of(config.parallelism)
+    degrees = Degrees.of(config)
     with fake_rank(rank, degrees.world):
         mesh = build_mesh(degrees, "cpu", rank)
         return config, build_model(config, model, mesh, torch.device("cpu"))

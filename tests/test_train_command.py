@@ -37,7 +37,7 @@ QUICK = [
     "--optimizer.lr=1e-2",
     "--metrics.log_freq=1",
 ]
-# The contract's "Files of a run".
+# What a run leaves, as the README lists it.
 PROMISED = {
     "step",
     "loss",
@@ -129,7 +129,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 # --- it trains -----------------------------------------------------------------------------------
 
 
-def test_the_debug_recipe_trains_and_leaves_what_the_contract_names(
+def test_the_debug_recipe_trains_and_leaves_what_the_readme_names(
     trained: tuple[Path, Ended],
 ) -> None:
     folder, ended = trained
@@ -298,3 +298,16 @@ def test_a_damaged_checkpoint_is_refused_with_the_name_of_the_file(
     ended = fork(tmp_path, [*recipe(text, folder), "--training.steps=6", *flags])
     is_refused(ended, "checkpoint.load_step", "__0_0.distcp", "SHA-256")
     assert files(folder) == before
+
+
+@pytest.mark.slow
+def test_the_debug_recipe_falls_from_7_7_to_below_5(tmp_path: Path) -> None:
+    """The whole of `make train`, as the README promises it: 600 steps, minutes."""
+    recipe = ["--job.config_file", "train_configs/debug.toml", "--job.dump_folder", str(tmp_path)]
+    command = [sys.executable, "train.py", *recipe, "--checkpoint.no_enable"]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=3600)
+    records = read_metrics(tmp_path)
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert 7.5 < losses[0] < 7.8
+    assert all(loss < 5 for loss in losses[-10:])
+    assert records[-1]["validation_loss"] < 5 or records[-2].get("validation_loss", 9) < 5

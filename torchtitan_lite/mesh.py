@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtitan_lite.config.keys import Parallelism
+from torchtitan_lite.config import Config
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -41,8 +41,9 @@ class Degrees:
     tp: int = 1
 
     @classmethod
-    def of(cls, parallelism: Parallelism) -> Degrees:
+    def of(cls, config: Config) -> Degrees:
         """The degrees that a resolved configuration asks for."""
+        parallelism = config.parallelism
         return cls(
             pp=parallelism.pipeline_parallel_degree,
             dp_replicate=parallelism.data_parallel_replicate_degree,

@@ -33,6 +33,7 @@ from torchtitan_lite.checkpoint.state import (
 )
 from torchtitan_lite.config import (
     Config,
+    changed_settings,
     num_schedule_steps,
     num_warmup_steps,
     to_toml,
@@ -79,7 +80,7 @@ class Trainer:
         if config.debug.deterministic:
             devices.make_deterministic()
 
-        degrees = Degrees.of(config.parallelism)
+        degrees = Degrees.of(config)
         self.mesh = build_mesh(degrees, self.device.type, dist.get_rank())
         logger.info(f"mesh {degrees} on {dist.get_world_size()} x {devices.device_name()}")
 
@@ -107,7 +108,6 @@ class Trainer:
                 async_mode=config.checkpoint.async_mode,
             )
             self._load()
-        self._save_config()
 
     # --- building -----------------------------------------------------------------------------
 
@@ -137,15 +137,19 @@ class Trainer:
             stages = stage_modules(self.model.config, pipeline.num_stages, given=given)
             for index, modules in enumerate(stages):
                 logger.info(f"stage {index}: {', '.join(modules)}")
-        logger.info(f"parameter groups of this rank:\n{group_table(self.optimizer)}")
+        table = group_table(self.optimizer)
+        logger.info(f"parameter groups of this rank, sizes before any cut:\n{table}")
 
     def _save_config(self) -> None:
         name = self.config.job.save_config_file
         if dist.get_rank() != 0 or not name:
             return
-        folder = Path(self.config.job.dump_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(to_toml(self.config), encoding="utf-8")
+        path = Path(self.config.job.dump_folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self.step > 0 and path.exists():
+            for change in changed_settings(path, self.config):
+                logger.warning(f"resumed with another setting than before: {change}")
+        path.write_text(to_toml(self.config), encoding="utf-8")
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -244,6 +248,7 @@ class Trainer:
         with ExitStack() as stack:
             report = self._open_report()
             stack.callback(report.close)
+            self._save_config()
             stack.callback(self.loader.close)
             instruments = stack.enter_context(
                 instruments_of(config, rank=dist.get_rank(), start_step=self.step)

@@ -272,6 +272,22 @@ def test_the_newest_k_stay(tmp_path: Path) -> None:
     assert run_ranks(keep_two, 2, tmp_path)[0] == ["step-3", "step-4"]
 
 
+def save_after_damage(folder: Path) -> list[str]:
+    manager, run = CheckpointManager(folder, keep_latest_k=2), Run({"fsdp": 2})
+    assert run.load(manager) == 2  # step 4 is damaged
+    run.step()
+    manager.save(5, run.state())
+    return sorted(os.listdir(folder))
+
+
+def test_a_damaged_step_does_not_take_the_place_of_a_whole_one(
+    saved: tuple[Path, dict], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    flip_a_byte(folder / "step-4" / "__0_0.distcp")
+    assert run_ranks(save_after_damage, 2, folder)[0] == ["step-2", "step-4", "step-5"]
+
+
 def full_disk_on_one_rank(folder: Path, async_mode: str) -> tuple:
     """Rank 1 may write no file beyond 200 bytes: its write fails as on a full disk."""
     run = Run({"fsdp": 2})

@@ -32,17 +32,23 @@ V = ("ZBVZeroBubble", "DualPipeV")
 PRODUCT = (
     "let pp x dp_replicate x tp be 1, 2, 4 or 8, and parallelism.data_parallel_shard_degree -1"
 )
+
+
+def start(ranks: int) -> str:
+    return f", or start {ranks} ranks (torchrun --nproc_per_node {ranks})"
+
+
 MISFITS = [
     (degrees(tp=3), 8, "tensor_parallel_degree = 3",
-     "pp 1 x dp_replicate 1 x dp_shard -1 x tp 3 is no mesh of 8 ranks; " + PRODUCT),
+     "pp 1 x dp_replicate 1 x dp_shard -1 x tp 3 is no mesh of 8 ranks; " + PRODUCT + start(3)),
     (degrees(dr=2, ds=3), 8, "data_parallel_shard_degree = 3",
      "pp 1 x dp_replicate 2 x dp_shard 3 x tp 1 is no mesh of 8 ranks; set "
      "parallelism.data_parallel_shard_degree to 4, or to -1 for the rest of the world"),
     (degrees(pp=2, tp=8), 8, "tensor_parallel_degree = 8",
-     "pp 2 x dp_replicate 1 x dp_shard -1 x tp 8 is no mesh of 8 ranks; " + PRODUCT),
+     "pp 2 x dp_replicate 1 x dp_shard -1 x tp 8 is no mesh of 8 ranks; " + PRODUCT + start(16)),
     (degrees(tp=2), 1, "tensor_parallel_degree = 2",
      "pp 1 x dp_replicate 1 x dp_shard -1 x tp 2 is no mesh of 1 ranks; let pp x dp_replicate x "
-     "tp be 1, and parallelism.data_parallel_shard_degree -1"),
+     "tp be 1, and parallelism.data_parallel_shard_degree -1" + start(2)),
     (degrees(cp=2), 2, "context_parallel_degree = 2",
      "this version has no context parallelism; set it to 1; for long rows use tensor parallelism "
      "with sequence parallelism"),

@@ -87,7 +87,8 @@ def test_a_row_without_the_column_is_shown_with_the_key_and_what_it_has(tmp_path
     file = tmp_path / "a.jsonl"
     file.write_text('{"body": "x", "a": 1}')
     with pytest.raises(
-        ConfigError, match=r"dataset_text_column = 'text'; it is dict of a \(int\), body \(str\)$"
+        ConfigError,
+        match=r"in the field 'text'; it has a \(int\), body \(str\): name .*dataset_text_column",
     ):
         read(file)
 

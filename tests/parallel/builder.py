@@ -28,7 +28,7 @@ def configure(mesh: Mesh, options: dict[str, Any], model: ModelConfig) -> Config
 
 def mesh_of(config: Config) -> ParallelMesh:
     """The mesh of a resolved configuration, as the Trainer builds it."""
-    degrees = Degrees.of(config.parallelism)
+    degrees = Degrees.of(config)
     return build_mesh(degrees, "cpu", dist.get_rank())
 
 

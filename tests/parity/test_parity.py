@@ -25,6 +25,14 @@ MESHES = [
     for tp in (1, 2, 4, 8)
     if pp * dp * tp == world
 ]
+# In every run the table above; the rest of the clipped rows are the slow proofs of `make test-all`.
+CLIPS = pytest.mark.parametrize(
+    "clip",
+    [
+        pytest.param({}, id="unclipped"),
+        pytest.param(CLIPPED, id="clipped", marks=pytest.mark.slow),
+    ],
+)
 SCHEDULES = [
     "GPipe",
     "1F1B",
@@ -49,17 +57,21 @@ def test_every_mesh_of_pp_dp_tp_equals_one_process(mesh: Mesh, clip: dict[str, A
     check(mesh, clip)
 
 
+@CLIPS
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "mesh", [Mesh(dp_shard=2), Mesh(dp_shard=2, tp=2), Mesh(pp=2, dp_shard=2)], ids=str
 )
-def test_every_zero_stage_equals_one_process(mesh: Mesh, zero_stage: int) -> None:
-    options = {"parallelism.zero_stage": zero_stage}
+def test_every_zero_stage_equals_one_process(
+    mesh: Mesh, zero_stage: int, clip: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"parallelism.zero_stage": zero_stage, **clip}
     if mesh.pp == 1:
         options["training.local_batch_size"] = 2  # two micro-batches a step
     check(mesh, options)
 
 
+@CLIPS
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "mesh",
@@ -70,16 +82,23 @@ def test_every_zero_stage_equals_one_process(mesh: Mesh, zero_stage: int) -> Non
     ],
     ids=str,
 )
-def test_replicas_of_shards_equal_one_process(mesh: Mesh, zero_stage: int) -> None:
-    check(mesh, {"parallelism.zero_stage": zero_stage})
+def test_replicas_of_shards_equal_one_process(
+    mesh: Mesh, zero_stage: int, clip: dict[str, Any]
+) -> None:
+    check(mesh, {"parallelism.zero_stage": zero_stage, **clip})
 
 
+@CLIPS
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_equals_one_process(schedule: str, dp: int) -> None:
+def test_every_schedule_equals_one_process(schedule: str, dp: int, clip: dict[str, Any]) -> None:
     check(
         Mesh(pp=2, dp_shard=dp),
-        {"parallelism.pipeline_parallel_schedule": schedule, "parallelism.zero_stage": 2},
+        {
+            "parallelism.pipeline_parallel_schedule": schedule,
+            "parallelism.zero_stage": 2,
+            **clip,
+        },
     )
 
 
@@ -97,6 +116,7 @@ def test_a_pipeline_with_every_plan_at_once_equals_one_process(schedule: str) ->
     )
 
 
+@CLIPS
 @pytest.mark.parametrize(
     "mesh", [Mesh(tp=2), Mesh(tp=4), Mesh(dp_shard=2, tp=2), Mesh(pp=2, tp=2)], ids=str
 )
@@ -113,9 +133,9 @@ def test_a_pipeline_with_every_plan_at_once_equals_one_process(schedule: str) ->
     ids=["without-sp", "without-loss-parallel", "without-both"],
 )
 def test_each_form_of_tensor_parallelism_equals_one_process(
-    mesh: Mesh, options: dict[str, Any]
+    mesh: Mesh, options: dict[str, Any], clip: dict[str, Any]
 ) -> None:
-    check(mesh, options)
+    check(mesh, {**options, **clip})
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
@@ -130,6 +150,7 @@ def test_accumulation_changes_nothing(accumulation: int, zero_stage: int) -> Non
     assert_equal(run(Mesh(dp_shard=2), options), run(Mesh(), {**kept, "parallelism.zero_stage": 3}))
 
 
+@CLIPS
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [
@@ -144,11 +165,18 @@ def test_accumulation_changes_nothing(accumulation: int, zero_stage: int) -> Non
     ],
     ids=lambda value: str(value),
 )
-def test_a_tied_embedding_is_one_weight_on_every_mesh(mesh: Mesh, schedule: str) -> None:
-    options = {"parallelism.pipeline_parallel_schedule": schedule, "parallelism.zero_stage": 2}
+def test_a_tied_embedding_is_one_weight_on_every_mesh(
+    mesh: Mesh, schedule: str, clip: dict[str, Any]
+) -> None:
+    options = {
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "parallelism.zero_stage": 2,
+        **clip,
+    }
     check(mesh, options, tie_word_embeddings=True)
 
 
+@CLIPS
 @pytest.mark.parametrize(
     "options",
     [
@@ -165,8 +193,10 @@ def test_a_tied_embedding_is_one_weight_on_every_mesh(mesh: Mesh, schedule: str)
     ids=["full", "every-third", "per-op"],
 )
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=2, tp=2), Mesh(pp=2)], ids=str)
-def test_recomputation_changes_nothing(mesh: Mesh, options: dict[str, Any]) -> None:
-    check(mesh, options)
+def test_recomputation_changes_nothing(
+    mesh: Mesh, options: dict[str, Any], clip: dict[str, Any]
+) -> None:
+    check(mesh, {**options, **clip})
 
 
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
@@ -206,3 +236,11 @@ def test_layers_may_be_given_to_stages_by_hand_and_unevenly() -> None:
         [*(f"layers.{index}" for index in range(1, 4)), "norm", "lm_head"],
     ]
     check(Mesh(pp=2), {"parallelism.module_fqns_per_model_part": parts})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_four_ranks_equals_one_process(schedule: str) -> None:
+    """Two stages a rank where the schedule has them: eight stages of one layer."""
+    options = {"parallelism.pipeline_parallel_schedule": schedule, "parallelism.zero_stage": 2}
+    check(Mesh(pp=4), options, num_hidden_layers=8)

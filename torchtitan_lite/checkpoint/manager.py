@@ -71,6 +71,7 @@ class CheckpointManager:
     ) -> None:
         self.folder = Path(folder)
         self._keep_latest_k = keep_latest_k
+        self._damaged: set[int] = set()  # steps that a load found to be so
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         # A world of one exchanges nothing. DCP would still send its plans through gloo, whose
         # thread then keeps OpenMP workers of its own, and two pools share the cores ever after
@@ -227,7 +228,12 @@ class CheckpointManager:
             return
         key = f"checkpoint.keep_latest_k = {self._keep_latest_k}"
         try:
-            removed = prune(self.folder, keep_latest_k=self._keep_latest_k, saved_step=step)
+            removed = prune(
+                self.folder,
+                keep_latest_k=self._keep_latest_k,
+                saved_step=step,
+                damaged=self._damaged - {step},
+            )
         except OSError as error:
             # The save stands, and the next one tries again: no reason to end a run.
             logger.warning("%s: cannot remove an old checkpoint: %s", key, error)
@@ -298,17 +304,18 @@ class CheckpointManager:
         if step not in (-1, *found):
             there = f"there are {found}" if found else "it holds no checkpoint"
             raise ConfigError(f"{key}: no such step in {self.folder}; {there}; -1 takes the newest")
-        damaged = []
+        damaged: dict[int, str] = {}
         for chosen in found[::-1] if step == -1 else [step]:
             problems = self._problems(step_folder(self.folder, chosen))
             if not problems:
                 break
-            damaged.append(f"{step_folder(self.folder, chosen)}: {'; '.join(problems)}")
+            damaged[chosen] = f"{step_folder(self.folder, chosen)}: {'; '.join(problems)}"
         else:
             rest = [other for other in found if step not in (-1, other)]
             fix = f"take one of {rest} or -1" if rest else "move it away to start from scratch"
-            raise ConfigError(f"{key}: damaged: {' | '.join(damaged)}; {fix}")
-        for line in damaged:
+            raise ConfigError(f"{key}: damaged: {' | '.join(damaged.values())}; {fix}")
+        self._damaged = set(damaged)
+        for line in damaged.values():
             logger.warning("damaged, the next older step is tried: %s", line)
         newer = [other for other in found if other > chosen]
         if newer and step != -1:

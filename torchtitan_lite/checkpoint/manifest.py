@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -170,14 +171,17 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def prune(root: Path, *, keep_latest_k: int, saved_step: int) -> list[str]:
+def prune(
+    root: Path, *, keep_latest_k: int, saved_step: int, damaged: Collection[int] = ()
+) -> list[str]:
     """Remove what is older than the newest `keep_latest_k` whole checkpoints (0: nothing).
 
     Returns the names removed. What counts is what the disk holds, not what this run has written.
     `saved_step` has just been hashed and always stays, so the newest valid one does too; the
     others are judged by their manifest and file sizes, since reading them all at each save would
-    cost more than the save. A damaged one newer than the oldest kept stays, for whoever looks
-    into it. Of folders that do not count, those up to `saved_step` go.
+    cost more than the save, and by `damaged`, the steps whose hash failed at load. A damaged one
+    newer than the oldest kept stays, for whoever looks into it. Of folders that do not count, those
+    up to `saved_step` go.
     """
     if keep_latest_k == 0:
         return []
@@ -188,7 +192,7 @@ def prune(root: Path, *, keep_latest_k: int, saved_step: int) -> list[str]:
         folder = step_folder(root, step)
         if num_kept >= keep_latest_k and step != saved_step:
             doomed.append(folder)
-        elif step == saved_step or not verify(folder, sizes_only=True):
+        elif step == saved_step or not (step in damaged or verify(folder, sizes_only=True)):
             num_kept += 1
     for folder in doomed:
         remove(folder)

@@ -22,12 +22,13 @@ from torchtitan_lite.config.derived import (
 )
 from torchtitan_lite.config.effects import config_warnings
 from torchtitan_lite.config.keys import Config, ConfigError
-from torchtitan_lite.config.load import help_for, load_config
+from torchtitan_lite.config.load import changed_settings, help_for, load_config
 from torchtitan_lite.config.schema import to_dict, to_toml
 
 __all__ = [
     "Config",
     "ConfigError",
+    "changed_settings",
     "check_config",
     "config_warnings",
     "help_for",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -84,7 +85,7 @@ def load_and_check(
         try:
             model = resolve_model(config)
         except ConfigError as error:
-            lines += str(error).splitlines()
+            lines += [_with_source(line, config) for line in str(error).splitlines()]
     found = check_config(config, model, world_size)
     lines += [problem.line for problem in found if failed.isdisjoint(problem.keys)]
     if lines:
@@ -92,6 +93,13 @@ def load_and_check(
     assert model is not None, "no model and no problem"
     derived.resolve(config, world_size)
     return config, model
+
+
+def _with_source(line: str, config: Config) -> str:
+    """`key = value: reason` of another room, with the file or flag that the value came from."""
+    key = re.match(r"[\w.]*", line)[0]  # type: ignore[index]
+    source = config.sources.get(key) or config.sources.get(key.rpartition(".")[0])
+    return line.replace(":", f" (from {source}):", 1) if source else line
 
 
 def check_config(config: Config, model: ModelShape | None, world_size: int) -> list[Problem]:
@@ -116,6 +124,7 @@ def _world(facts: Facts) -> Findings:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         others = derived.degrees_but_shard(config.parallelism)
         fix = f"let pp x dp_replicate x tp be {one_of(divisors(world))}, and {SHARD} -1"
+        fix += f", or start {others} ranks (torchrun --nproc_per_node {others})"
         if world % others == 0:
             fix = f"set {SHARD} to {world // others}, or to -1 for the rest of the world"
         # One of those that are not 1 is the one to change.

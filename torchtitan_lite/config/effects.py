@@ -13,18 +13,30 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torchtitan_lite.config.checks import BY_HAND, LAYERS_PER_STAGE, PIPELINE, TENSOR, ModelShape
+from torchtitan_lite.config.checks import (
+    BY_HAND,
+    LAYERS_PER_STAGE,
+    PIPELINE,
+    SHARD,
+    TENSOR,
+    ModelShape,
+)
 from torchtitan_lite.config.derived import ZERO_STAGE, num_schedule_steps, num_warmup_steps
 from torchtitan_lite.config.keys import Config
 from torchtitan_lite.config.schema import all_keys, get_value, told, toml_value
 
 OFF = (False,)
+REPLICATE = "parallelism.data_parallel_replicate_degree"
 NO_TEXT = ("tokens", "synthetic")
 TRACES, SNAPSHOTS = "profiling.enable_profiling", "profiling.enable_memory_snapshot"
 
 SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("parallelism.pipeline_parallel_[!d]*", {PIPELINE: (1,)}),
     (BY_HAND, {PIPELINE: (1,)}),
+    (
+        "training.mixed_precision_reduce",  # there is nothing to reduce over
+        {REPLICATE: (1,), SHARD: (1,), "training.enable_cpu_offload": OFF},
+    ),
     ("parallelism.enable_sequence_parallel", {TENSOR: (1,)}),
     ("parallelism.disable_loss_parallel", {TENSOR: (1,)}),
     ("optimizer.momentum", {"optimizer.name": ("AdamW",)}),

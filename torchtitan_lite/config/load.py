@@ -20,6 +20,7 @@ import re
 import sys
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.config.foreign import foreign_row
@@ -78,6 +79,20 @@ def load_config(argv: list[str]) -> Config:
     if problems:
         raise ConfigError("\n".join(problem.line for problem in problems))
     return config
+
+
+def changed_settings(path: Path, config: Config) -> list[str]:
+    """One line for each key whose value is another than the TOML file of an earlier run says."""
+    try:
+        before = load_config([f"--{CONFIG_FILE}={path}"])
+    except ConfigError as error:  # of another version
+        return [f"what {path} says cannot be compared: {str(error).splitlines()[0]}"]
+    return [
+        f"{name} was {toml_value(old)}, is {toml_value(new)}"
+        for name in all_keys()
+        for old, new in [(get_value(before, name), get_value(config, name))]
+        if name != CONFIG_FILE and old != new
+    ]
 
 
 def help_for(argv: list[str]) -> str | None:

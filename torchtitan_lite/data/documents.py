@@ -185,6 +185,7 @@ def _text_of(row: Any, source: Source, place: str) -> str:
         return text
     kinds = [f"{name} ({type(value).__name__})" for name, value in sorted(fields.items())]
     raise ConfigError(
-        f"{source.key}: {place} has no text that UTF-8 can hold under training.dataset_text_column "
-        f"= {source.text_column!r}; it is {type(row).__name__} of {', '.join(kinds) or 'no fields'}"
+        f"{source.key}: {place} has no text that UTF-8 can hold in the field "
+        f"{source.text_column!r}; it has {', '.join(kinds) or 'no fields'}: name the one with the "
+        "text in training.dataset_text_column (prepare_data.py: --text_column)"
     )

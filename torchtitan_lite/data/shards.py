@@ -106,7 +106,11 @@ class TokenShards:
         """ConfigError if a shard holds an id that a model of `vocab_size` entries lacks."""
         for shard in self._shards:
             if shard["max_token_id"] >= vocab_size:
-                raise self._outside(shard, shard["max_token_id"], vocab_size)
+                raise ConfigError(
+                    f"{self._key}: {self.folder / shard['file']} holds token id "
+                    f"{shard['max_token_id']}, outside a vocabulary of {vocab_size}; set "
+                    "model.overrides.vocab_size, or take the tokenizer of the model"
+                )
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:  # (stop - start,)
         """Tokens [start, stop) of the stream, as a copy."""

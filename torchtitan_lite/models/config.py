@@ -6,6 +6,7 @@ layers against stages) before anything heavy is loaded.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,9 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a number above 0")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -85,6 +89,12 @@ class ModelConfig:
         missing = [key for key in LLAMA3_ROPE_KEYS if key not in self.rope_scaling]
         if missing:
             raise ValueError(f"rope_scaling lacks {', '.join(missing)}")
+        for key in LLAMA3_ROPE_KEYS:
+            value = self.rope_scaling[key]
+            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"rope_scaling.{key} is {value!r}; it must be a number above 0")
+        if self.rope_scaling["low_freq_factor"] >= self.rope_scaling["high_freq_factor"]:
+            raise ValueError("rope_scaling: low_freq_factor must be below high_freq_factor")
 
     @property
     def padded_vocab_size(self) -> int:

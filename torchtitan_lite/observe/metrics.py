@@ -5,7 +5,7 @@
     format_line   the same record as one readable line
     read_metrics  metrics.jsonl -> records, one per step
 
-A record is a plain dict with the names of CONTRACT "Files of a run". metrics.jsonl is only ever
+A record is a plain dict with the names that the README lists. metrics.jsonl is only ever
 appended to: a resumed run continues the file, a step that is trained again appears again, and
 the later line counts. Each line is flushed, so a crash loses none that was shown.
 

@@ -94,4 +94,5 @@ class RunReport:
         logger.info(line)
 
     def close(self) -> None:
+        """Flush and close the metrics file and the trackers."""
         self._writer.close()

@@ -19,23 +19,26 @@ FLAVORS: dict[str, dict[str, ModelConfig]] = {**llama.FLAVORS}
 def model_config(name: str, flavor: str, overrides: dict[str, Any]) -> ModelConfig:
     """The ModelConfig that `model.name`, `model.flavor` and `model.overrides` ask for.
 
-    Raises ConfigError, naming the key and the nearest value, when there is none.
+    Raises one ConfigError with a line for each key that is wrong, naming the nearest value.
     """
-    flavors = FLAVORS.get(name)
-    if flavors is None:
-        raise ConfigError(f"model.name is {name!r}: {_choose(name, FLAVORS)}")
-    if flavor not in flavors:
-        raise ConfigError(f"model.flavor is {flavor!r}: for {name!r} {_choose(flavor, flavors)}")
-    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    problems = []
+    flavors = FLAVORS.get(name, {})
+    if not flavors:
+        problems.append(f"model.name = {name!r}: unknown; {_choose(name, FLAVORS)}")
+    elif flavor not in flavors:
+        problems.append(f"model.flavor = {flavor!r}: unknown; {_choose(flavor, flavors)}")
+    fields = {field.name: str(field.type) for field in dataclasses.fields(ModelConfig)}
     for key, value in overrides.items():
         if key not in fields:
-            raise ConfigError(f"model.overrides.{key}: no such field, {_choose(key, fields)}")
-        if not _fits(value, str(fields[key].type)):
-            raise ConfigError(f"model.overrides.{key} is {value!r}: it must be {fields[key].type}")
-    try:
-        return dataclasses.replace(flavors[flavor], **overrides)
-    except ValueError as error:
-        raise ConfigError(f"model.overrides: {error}") from None
+            problems.append(f"model.overrides.{key}: no such field; {_choose(key, fields)}")
+        elif not _fits(value, fields[key]):
+            problems.append(f"model.overrides.{key} = {value!r}: it must be {fields[key]}")
+    if not problems:
+        try:
+            return dataclasses.replace(flavors[flavor], **overrides)
+        except ValueError as error:
+            problems.append(f"model.overrides: {error}")
+    raise ConfigError("\n".join(problems))
 
 
 def _choose(word: str, known: Any) -> str:
