@@ -64,13 +64,15 @@ def run(config: Config, model: ModelConfig) -> int:
     if config.job.print_config:
         logger.info(json.dumps(to_dict(config), indent=2))
     source, held_out = open_sources(config, model.vocab_size)
-    try:
-        os.makedirs(config.job.dump_folder, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"job.dump_folder = {config.job.dump_folder!r}: {error.strerror}; name a folder that "
-            "can be written"
-        ) from None
+    folders = {"job.dump_folder": config.job.dump_folder}
+    if config.checkpoint.enable:
+        folder = os.path.join(config.job.dump_folder, config.checkpoint.folder)
+        folders["checkpoint.folder"] = folder
+    for key, folder in folders.items():
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{key}: cannot make the folder {folder!r}: {error}") from None
     try:
         kind = device.local_device(int(os.environ.get("LOCAL_RANK", "0"))).type
     except ValueError as error:
@@ -104,14 +106,14 @@ def _model_config(config: Config) -> ModelConfig:
 
 
 def _refuse(error: ConfigError) -> int:
-    """One rank of each machine says what is wrong; the others wait for the launcher to end them.
+    """One rank of each machine says what is wrong, and the launcher ends the others.
 
-    They would otherwise exit first now and then, and the launcher would end the one that speaks.
+    They wait for that: one that exits first would have the launcher end the one that speaks. A rank
+    that is not ended is alone with its mistake, a damaged row say, and speaks for itself.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(error, file=sys.stderr, flush=True)
-    else:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)
+    print(error, file=sys.stderr, flush=True)
     return USER_MISTAKE
 
 

@@ -270,9 +270,12 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
         (["--checkpoint.load_step=3"], ["checkpoint.load_step = 3", "there are [5]"]),
         (
             ["--model.overrides.num_hidden_layers=3"],
-            ["checkpoint of another model", "layers.2.", "model.overrides"],
+            ["checkpoint of another model", "num_hidden_layers 2, not 3", "model.*"],
         ),
-        (["--model.overrides.hidden_size=48"], ["checkpoint of another model", "of another shape"]),
+        (
+            ["--model.overrides.hidden_size=48"],
+            ["checkpoint of another model", "hidden_size 32, not 48"],
+        ),
     ],
     ids=["absent-step", "more-layers", "wider"],
 )

@@ -1,7 +1,10 @@
 """The harness itself: a result, a failure, a hang and a death each look like what they are."""
 
+import faulthandler
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +50,23 @@ def test_a_hanging_rank_is_killed_at_the_time_limit() -> None:
     with pytest.raises(RankFailure, match="did not finish within 2 s"):
         run_ranks(_sleep_on, 2, 1, timeout=2.0)
     assert time.monotonic() - started < 20
+
+
+def _crash(marker: Path) -> int:
+    """Rank 1 crashes unless the marker is there, which the crash leaves."""
+    if dist.get_rank() == 1 and not marker.exists():
+        if marker.name == "once":
+            marker.touch()
+        faulthandler.disable()  # this one is on purpose
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return _sum_of_ranks()
+
+
+def test_a_crash_is_tried_once_more_and_what_crashes_twice_fails(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="rank 1 died of signal 11; started once more"):
+        assert run_ranks(_crash, 2, tmp_path / "once") == [1, 1]
+    with pytest.warns(UserWarning), pytest.raises(RankFailure, match="rank 1 died of signal 11"):
+        run_ranks(_crash, 2, tmp_path / "always")
 
 
 def test_a_rank_that_dies_is_named() -> None:

@@ -40,6 +40,7 @@ class ParallelModel:
     """
 
     config: ModelConfig
+    stages: list[list[str]]  # the modules of each stage, of all ranks
     parts: list[Decoder]
     named_parameters: dict[str, nn.Parameter]
     zero_stage: int
@@ -95,7 +96,10 @@ def build_model(
     degrees, schedule = mesh.degrees, config.parallelism.pipeline_parallel_schedule
     total = num_stages(config, model_config.num_hidden_layers) if degrees.pp > 1 else 1
     modules = stage_modules(
-        model_config, total, given=config.parallelism.module_fqns_per_model_part
+        model_config,
+        total,
+        given=config.parallelism.module_fqns_per_model_part,
+        layers_per_stage=config.parallelism.pipeline_parallel_layers_per_stage,
     )
     held = [0]
     if degrees.pp > 1:
@@ -130,6 +134,7 @@ def build_model(
     tied_head = _tied_head(model_config, pipeline, schedule, mesh)
     return ParallelModel(
         config=model_config,
+        stages=modules,
         parts=parts,
         named_parameters=_named_parameters(parts, tied_head),
         zero_stage=config.parallelism.zero_stage,
@@ -139,14 +144,26 @@ def build_model(
 
 
 def stage_modules(
-    config: ModelConfig, num_stages: int, *, given: list[list[str]] | None
+    config: ModelConfig,
+    num_stages: int,
+    *,
+    given: list[list[str]] | None = None,
+    layers_per_stage: int | None = None,
 ) -> list[list[str]]:
-    """The modules of each stage: as given, or balanced by the matmul parameters of each layer.
+    """The modules of each stage: as given, or so many layers each, or balanced.
 
-    The head counts with its own parameters; the embedding, a lookup, counts nothing.
+    Balanced by the matmul parameters of each layer; the head counts with its own, the embedding, a
+    lookup, counts nothing.
     """
     if given is not None:
         return given
+    if num_stages > 1 and layers_per_stage is not None:
+        layers = range(config.num_hidden_layers)
+        cuts = [
+            list(layers[start : start + layers_per_stage])
+            for start in range(0, config.num_hidden_layers, layers_per_stage)
+        ]
+        return _with_ends(cuts)
     hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
     layer = 2 * hidden * heads * config.head_dim + 3 * hidden * config.intermediate_size
     cuts = balanced_stages(
@@ -154,6 +171,10 @@ def stage_modules(
         num_stages,
         last=float(hidden * config.padded_vocab_size),
     )
+    return _with_ends(cuts)
+
+
+def _with_ends(cuts: list[list[int]]) -> list[list[str]]:
     modules = [[f"layers.{index}" for index in cut] for cut in cuts]
     modules[0].insert(0, "embed_tokens")
     modules[-1] += ["norm", "lm_head"]

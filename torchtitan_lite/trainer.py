@@ -10,6 +10,7 @@ the same norm.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite import device as devices
-from torchtitan_lite.build import build_model, stage_modules
+from torchtitan_lite.build import build_model
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state import (
     State,
@@ -106,6 +107,7 @@ class Trainer:
                 Path(config.job.dump_folder) / config.checkpoint.folder,
                 keep_latest_k=config.checkpoint.keep_latest_k,
                 async_mode=config.checkpoint.async_mode,
+                model=dataclasses.asdict(model_config),
             )
             self._load()
 
@@ -131,11 +133,8 @@ class Trainer:
         )
 
     def _log_model(self) -> None:
-        pipeline = self.model.pipeline
-        if pipeline is not None:
-            given = self.config.parallelism.module_fqns_per_model_part
-            stages = stage_modules(self.model.config, pipeline.num_stages, given=given)
-            for index, modules in enumerate(stages):
+        if self.model.pipeline is not None:
+            for index, modules in enumerate(self.model.stages):
                 logger.info(f"stage {index}: {', '.join(modules)}")
         table = group_table(self.optimizer)
         logger.info(f"parameter groups of this rank, sizes before any cut:\n{table}")

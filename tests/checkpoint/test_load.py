@@ -171,7 +171,7 @@ def test_what_is_asked_for_is_loaded_and_nothing_else(saved: Path) -> None:
     assert weights_only == list(SHAPES)
     assert len(whole) == len(SHAPES) * 4 + 2
     assert kept == [*SHAPES, "trainer.step", "trainer.tokens_seen"]
-    assert any("load_step = 2: [4, 6] stay" in line for line in lines)
+    assert any("load_step = 2: [4, 6] are replaced" in line for line in lines)
 
 
 def all_damaged(folder: Path) -> str:

@@ -238,7 +238,7 @@ def test_without_verification_a_flipped_byte_loads_in_silence(
 
 def save_again(folder: Path) -> tuple:
     manager, run = CheckpointManager(folder), Run({"fsdp": 2})
-    run.step()
+    run.load(manager, step=4)
     before = {p: p.stat().st_mtime_ns for p in (folder / "step-4").iterdir()}
     dist.barrier()
     manager.save(4, run.state())
@@ -261,6 +261,40 @@ def test_a_whole_step_is_never_written_again_and_a_damaged_one_is_replaced(
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     for result in run_ranks(save_again, 2, folder):
         assert result == (True, True, ["step-2", "step-4"])
+
+
+def save_on_another_branch(folder: Path) -> bool:
+    """Begin from step 2 and arrive at a step 4 of its own."""
+    manager, run = CheckpointManager(folder), Run({"fsdp": 2})
+    run.load(manager, step=2)
+    run.step()
+    manager.save(4, run.state())
+    loaded = Run({"fsdp": 2}, seed="another")
+    loaded.load(manager, step=4)
+    return same(loaded.full(), run.full())
+
+
+def test_a_step_of_an_abandoned_branch_gives_way_to_the_runs_own(
+    saved: tuple[Path, dict], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(saved[0], tmp_path / "copy")
+    assert run_ranks(save_on_another_branch, 2, folder) == [True, True]
+
+
+def another_rope(folder: Path) -> str:
+    run = Run({"fsdp": 2})
+    run.step()
+    CheckpointManager(folder, model={"rope_theta": 1e4}).save(1, run.state())
+    try:
+        run.load(CheckpointManager(folder, model={"rope_theta": 5e5}))
+    except ConfigError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_another_model_of_the_same_shapes_is_refused(tmp_path: Path) -> None:
+    for message in run_ranks(another_rope, 2, tmp_path):
+        assert "checkpoint of another model: rope_theta 10000.0, not 500000.0" in message
 
 
 def keep_two(folder: Path) -> list[str]:

@@ -35,3 +35,13 @@ def test_a_global_batch_that_the_ranks_do_not_share_evenly_is_refused() -> None:
 def test_one_of_the_two_sizes_must_be_given(pp: int) -> None:
     (problem,) = check_config(_config(local=-1, total=-1, pp=pp), None, 2)
     assert "give one of training.local_batch_size and training.global_batch_size" in problem.line
+
+
+def test_per_operator_recomputation_and_a_split_backward_are_refused() -> None:
+    """torch frees what an operator kept after one backward; a split one comes twice."""
+    config = _config(local=8, total=8, pp=2)
+    config.activation_checkpoint.selective_ac_option = "op"
+    assert check_config(config, None, 2) == []
+    config.parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"
+    (problem,) = check_config(config, None, 2)
+    assert "splits the backward" in problem.line

@@ -189,3 +189,18 @@ def test_progress_ends_at_all_bytes(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "b.jsonl").write_text('{"text": "é"}\n' * 1000)
     read(tmp_path)
     assert "100%" in capsys.readouterr().err
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(ConfigError, match="b.txt is a link to nothing"):
+        read(tmp_path)
+
+
+def test_linked_folders_are_read_and_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "z.txt").write_bytes(b"\xef\xbb\xbfwords")
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "link").symlink_to(tmp_path / "outside")
+    assert read(tmp_path / "inside") == ["words"]

@@ -199,7 +199,8 @@ def test_a_fused_kernel_that_the_device_lacks_gives_way_with_one_warning(
 ) -> None:
     with caplog.at_level("WARNING", "torchtitan_lite"):
         build(name=name, implementation="fused")
-        assert not caplog.messages
+        assert len(caplog.messages) == (name == "SGD")  # which torch cannot be trusted with
+        caplog.clear()
         parameters = {"norm.weight": nn.Parameter(torch.ones(2, device="meta"))}
         optimizer = build(parameters, name=name, implementation="fused")
     (warning,) = caplog.messages

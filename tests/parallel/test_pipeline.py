@@ -319,3 +319,12 @@ def test_a_tied_head_that_omits_one_half_would_be_seen(
     monkeypatch.setattr(pipeline.TiedHead, half, forget)
     with pytest.raises(AssertionError, match="sum of both" if "add" in half else "stay equal"):
         check_tied(Mesh(pp=2), "1F1B")
+
+
+def test_layers_per_stage_is_the_number_of_layers_of_each_stage() -> None:
+    config = ModelConfig(num_hidden_layers=5)
+    assert stage_modules(config, 3, layers_per_stage=2) == [
+        ["embed_tokens", "layers.0", "layers.1"],
+        ["layers.2", "layers.3"],
+        ["layers.4", "norm", "lm_head"],
+    ]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,11 +68,18 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, folder: str | Path, *, keep_latest_k: int = 0, async_mode: str = "disabled"
+        self,
+        folder: str | Path,
+        *,
+        keep_latest_k: int = 0,
+        async_mode: str = "disabled",
+        model: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self._keep_latest_k = keep_latest_k
+        self._model = dict(model or {})
         self._damaged: set[int] = set()  # steps that a load found to be so
+        self._own: set[int] = set()  # steps of this run: what it wrote and where it began
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
         # A world of one exchanges nothing. DCP would still send its plans through gloo, whose
         # thread then keeps OpenMP workers of its own, and two pools share the cores ever after
@@ -100,7 +108,7 @@ class CheckpointManager:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, step: int, state: Mapping[str, Tensor], *, model_only: bool = False) -> None:
-        """Save `state` as `step`; a step that is there and undamaged is left as it is.
+        """Save `state` as `step`; a whole one that this run wrote or began from is left as it is.
 
         model_only keeps the weights alone, for export: no run resumes from it. Synchronous: the
         checkpoint counts on return. Asynchronous: it returns once the state is copied (pinned: at
@@ -114,11 +122,12 @@ class CheckpointManager:
         )
         assert len({call[:2] for call in calls}) == 1, f"the ranks save different things: {calls}"
         if calls[0][2]:
-            problems = self._problems(folder)
+            problems = self._problems(folder) or ["of another run"] * (step not in self._own)
             if not problems:
                 logger.info("%s is there already and stays as it is", folder)
                 return
-            logger.warning("%s is damaged (%s) and will be replaced", folder, "; ".join(problems))
+            logger.warning("%s is replaced: %s", folder, "; ".join(problems))
+        self._own.add(step)
         wanted = {key: state[key] for key in state if part_of(key) == "model" or not model_only}
         staged = self._stage(wanted)
         if self._stager is None:
@@ -211,7 +220,7 @@ class CheckpointManager:
             return {name: measure(temporary / name) for name in names}
 
         def complete() -> None:
-            write_manifest(temporary, Manifest(step, model_only, files))
+            write_manifest(temporary, Manifest(step, model_only, files, self._model))
             publish(self.folder, step)
 
         # No rank may enter DCP's collectives before all know that all have their copy.
@@ -259,7 +268,13 @@ class CheckpointManager:
             return None
         chosen = self._choose(step, found)
         folder = step_folder(self.folder, chosen)
-        if self._on_first_rank(read_manifest, folder).model_only:
+        manifest = self._on_first_rank(read_manifest, folder)
+        if changes := self._changes(manifest):
+            raise ConfigError(
+                f"{folder}: checkpoint of another model: {changes}; set model.* as it was, or "
+                "begin a run in another folder with checkpoint.initial_load_path"
+            )
+        if manifest.model_only:
             found.remove(chosen)
             raise ConfigError(
                 f"checkpoint.load_step = {step}: {folder} holds weights alone, a run cannot resume "
@@ -267,8 +282,17 @@ class CheckpointManager:
                 f"{str(folder)!r}, or resume from one of {found}"
             )
         self._fill(folder, state, exclude)
+        self._own.add(chosen)
         logger.info("resumed from %s", folder)
         return chosen
+
+    def _changes(self, manifest: Manifest) -> str:
+        """In which settings the saved model is another one than ours; empty if in none."""
+        saved = manifest.model
+        changed = {name: new for name, new in self._model.items() if saved.get(name) != new}
+        return ", ".join(
+            f"{name} {saved.get(name)!r}, not {new!r}" for name, new in changed.items()
+        )
 
     def load_from(
         self,
@@ -295,6 +319,8 @@ class CheckpointManager:
             raise ConfigError(
                 f"{key}: it holds weights alone; set checkpoint.initial_load_model_only = true"
             )
+        if changes := self._changes(self._on_first_rank(read_manifest, folder)):
+            logger.warning("%s: the weights are of another model: %s", key, changes)
         self._fill(folder, state, exclude)
         logger.info("loaded %s from %s", "weights" if model_only else "everything", folder)
 
@@ -319,7 +345,11 @@ class CheckpointManager:
             logger.warning("damaged, the next older step is tried: %s", line)
         newer = [other for other in found if other > chosen]
         if newer and step != -1:
-            logger.warning("%s: %s stay and are not saved again; move them away first", key, newer)
+            logger.warning(
+                "%s: %s are replaced when this run gets there; until then -1 would take them",
+                key,
+                newer,
+            )
         return chosen
 
     def _fill(self, folder: Path, state: Mapping[str, Tensor], exclude: Collection[str]) -> None:

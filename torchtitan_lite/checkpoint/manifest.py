@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -50,6 +50,8 @@ class Manifest:
     step: int
     model_only: bool
     files: dict[str, FileRecord]
+    # The model's configuration: tensors of equal shapes may be of another model.
+    model: dict[str, Any] = field(default_factory=dict)
     torch_version: str = torch.__version__
     format_version: int = FORMAT_VERSION
 

@@ -132,7 +132,7 @@ def _world(facts: Facts) -> Findings:
         yield keys, f"{product} is no mesh of {world} ranks", fix
 
 
-def _zero_stage(facts: Facts) -> Findings:
+def _split_backward_and_zero_stage(facts: Facts) -> Findings:
     config, parallelism = facts.config, facts.config.parallelism
     means = derived.RESHARD_ZERO_STAGE.get(parallelism.fsdp_reshard_after_forward)
     if means is not None and ZERO_STAGE in config.sources and parallelism.zero_stage != means:
@@ -145,6 +145,12 @@ def _zero_stage(facts: Facts) -> Findings:
         reason += "gradients: it looks them up before they are gathered again"
         fix = f"set {ZERO_STAGE} to 2, or choose another schedule"
         yield (ZERO_STAGE, ZERO_STAGE_ALIAS, SCHEDULE, PIPELINE), reason, fix
+    activation = config.activation_checkpoint
+    per_op = activation.mode == "selective" and activation.selective_ac_option == "op"
+    if split and parallelism.pipeline_parallel_degree > 1 and per_op:
+        reason = f"{schedule} splits the backward, and what an operator kept serves one backward"
+        fix = "set it to a number, or choose another schedule"
+        yield ("activation_checkpoint.selective_ac_option", SCHEDULE, PIPELINE), reason, fix
 
 
 def _tensor_parallel(facts: Facts) -> Findings:
@@ -307,7 +313,7 @@ def _profiler(facts: Facts) -> Findings:
 
 CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     _world,
-    _zero_stage,
+    _split_backward_and_zero_stage,
     _tensor_parallel,
     _sequence_parallel,
     _global_batch,

@@ -139,7 +139,8 @@ def convert(kind: Any, raw: Any, *, is_text: bool = False) -> Any:
     if origin is dict and isinstance(raw, dict):
         return {name: convert(parts[1], value) for name, value in raw.items()}
     if kind is float and type(raw) in (int, float) and not math.isnan(raw):
-        return float(raw)
+        with contextlib.suppress(OverflowError):
+            return float(raw)
     if kind is Any or (kind is not float and type(raw) is kind):
         return raw
     raise Refused(*WRONG_TYPE[origin or kind])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def find_source(kind: str, path: str | Path, *, text_column: str, key: str) -> S
     if kind == "auto":
         kinds = (kind for kind, names in MARKS.items() if any(any(path.glob(n)) for n in names))
         kind = next(kinds, "auto")
-    found = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    found = _files_below(path, named) if path.is_dir() else [path]
     if kind == "hf":
         # cache-*: results that the library keeps there, no part of the dataset.
         found = [file for file in found if not file.name.startswith("cache-")]
@@ -94,6 +95,23 @@ def find_source(kind: str, path: str | Path, *, text_column: str, key: str) -> S
     return Source(kind, path, tuple(found), text_column, key)
 
 
+def _files_below(folder: Path, named: str) -> list[Path]:
+    """Every file below `folder`, links followed; a part that cannot be read is an error."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{named}: {error.filename}: {error.strerror}") from error
+
+    files = [
+        Path(parent) / name
+        for parent, _, names in os.walk(folder, onerror=refuse, followlinks=True)
+        for name in names
+    ]
+    for file in files:
+        if not file.exists():
+            raise ConfigError(f"{named}: {file} is a link to nothing")
+    return sorted(files)
+
+
 def read_pieces(source: Source) -> Iterator[Piece]:
     """Every document of the source, in order, the empty ones too; shows how far it is."""
     if source.kind == "hf":
@@ -104,7 +122,7 @@ def read_pieces(source: Source) -> Iterator[Piece]:
         for file in source.files:
             read = _text_pieces if source.format_of(file) == "text" else _jsonl_pieces
             with open(file, "rb") as raw:
-                stream = TextIOWrapper(raw, encoding="utf-8", newline="\n")
+                stream = TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
                 try:
                     for piece in read(stream, source):
                         yield piece
@@ -153,7 +171,7 @@ def _jsonl_pieces(stream: TextIO, source: Source) -> Iterator[Piece]:
             place = f"{stream.name} line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{source.key}: {place} is not JSON ({error}); repair or remove the line"
                 ) from error

@@ -49,7 +49,9 @@ def _open(
         return SyntheticRows(vocab_size, seq_len, num_rows=SYNTHETIC_ROWS, seed=seed)
     key = f"{section}.dataset_path"
     folder = Path(path)
-    if kind != "tokens" and not (folder / INDEX_NAME).is_file():
+    is_prepared = kind == "tokens" or (kind == "auto" and (folder / INDEX_NAME).is_file())
+    # Prepared shards need no tokenizer; one that is there must be the one they were made with.
+    if not is_prepared or (Path(config.model.hf_assets_path) / "tokenizer.json").is_file():
         folder = prepare(
             kind,
             path,

@@ -67,6 +67,12 @@ def profiling(
         return
     schedule = _schedule(freq=freq, active=active, warmup=warmup, start_step=start_step)
     folder = Path(dump_folder) / traces_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # while the profiler stops it would end the process
+        raise ConfigError(
+            f"profiling.save_traces_folder = {traces_folder!r}: {error.strerror}; name another"
+        ) from None
 
     def write_trace(profiler: torch.profiler.profile) -> None:
         step = start_step + profiler.step_num
