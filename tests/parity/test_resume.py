@@ -235,7 +235,7 @@ def test_a_damaged_newest_step_costs_its_steps_and_nothing_else(tmp_path: Path) 
     flip_a_byte(next((tmp_path / "checkpoint" / "step-4").glob("*.distcp")))
     resumed = train(tmp_path, EVERY_SECOND)
     assert "step-4: __0_0.distcp" in said(resumed)
-    assert "step-4 is damaged" in said(resumed)  # and replaced, when its turn comes
+    assert "step-4 is replaced" in said(resumed)  # and replaced, when its turn comes
     assert is_bitwise(resumed, unstopped())
     assert train(tmp_path, {"checkpoint.load_step": 4}, act=look).returned[0].step == 4
 
@@ -277,7 +277,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_written(tmp_pat
     train(tmp_path, until=1)
     before = tree(tmp_path)
     shallower = dataclasses.replace(TINY, num_hidden_layers=3)
-    reason = r"ConfigError: checkpoint of another model: .*9 not in this model \(layers.3."
+    reason = r"ConfigError: .*checkpoint of another model: num_hidden_layers 4, not 3"
     with pytest.raises(RankFailure, match=reason):
         train(tmp_path, mesh=DP2, model=shallower)
     assert tree(tmp_path) == before
