@@ -102,7 +102,8 @@ def _schedule(config: Config) -> Iterator[tuple[str, str, str]]:
     if schedule.decay_ratio is not None and round(total * schedule.decay_ratio) > total - warmup:
         reason = f"{warmup} of {total} steps are warm-up"
         yield "lr_scheduler.decay_ratio", reason, f"the decay is cut to the other {total - warmup}"
-    if total < config.training.steps:
+    decays = schedule.decay_ratio is None or round(total * schedule.decay_ratio) > 0
+    if total < config.training.steps and decays and warmup < total:
         fix = f"the steps after {total} train at {schedule.min_lr_factor} x optimizer.lr"
         yield "lr_scheduler.total_steps", f"training.steps is {config.training.steps}", fix
 

@@ -45,6 +45,23 @@ else:
     import tomli as tomllib
 
 CONFIG_FILE = "job.config_file"
+# The mesh and what is written when: a resumed run computes the same with other values.
+HARMLESS = tuple(
+    [
+        "job.",
+        "parallelism.",
+        "checkpoint.",
+        "activation_checkpoint.",
+        "metrics.",
+        "profiling.",
+        "comm.",
+        "validation.",
+        "training.steps",
+        "training.local_batch_size",
+        "training.dataloader.",
+        "training.token_cache",
+    ]
+)
 NOT_AN_OPTION = "not an option; options are --section.key VALUE, and lists are a,b,c"
 WRONG_TYPE: dict[Any, tuple[str, str]] = {
     bool: ("not a boolean", "give true or false"),
@@ -82,7 +99,10 @@ def load_config(argv: list[str]) -> Config:
 
 
 def changed_settings(path: Path, config: Config) -> list[str]:
-    """One line for each key whose value is another than the TOML file of an earlier run says."""
+    """One line for each key whose value is another than the TOML file of an earlier run says.
+
+    Keys that cannot change what a step computes are left out.
+    """
     try:
         before = load_config([f"--{CONFIG_FILE}={path}"])
     except ConfigError as error:  # of another version
@@ -91,7 +111,7 @@ def changed_settings(path: Path, config: Config) -> list[str]:
         f"{name} was {toml_value(old)}, is {toml_value(new)}"
         for name in all_keys()
         for old, new in [(get_value(before, name), get_value(config, name))]
-        if name != CONFIG_FILE and old != new
+        if old != new and not name.startswith(HARMLESS)
     ]
 
 

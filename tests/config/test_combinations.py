@@ -1,10 +1,12 @@
-"""training.local_batch_size = -1 is a rank's share of the global batch, on any mesh."""
+"""local_batch_size = -1, per-operator recomputation, and what a resumed run changes."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from torchtitan_lite.config import Config, check_config, resolve
+from torchtitan_lite.config import Config, changed_settings, check_config, resolve, to_toml
 
 
 def _config(*, local: int, total: int, pp: int = 1) -> Config:
@@ -45,3 +47,14 @@ def test_per_operator_recomputation_and_a_split_backward_are_refused() -> None:
     config.parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"
     (problem,) = check_config(config, None, 2)
     assert "splits the backward" in problem.line
+
+
+def test_what_a_resumed_run_computes_otherwise_is_listed_and_its_mesh_is_not(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(_config(local=8, total=8)))
+    changed = _config(local=4, total=8, pp=2)
+    assert changed_settings(path, changed) == []
+    changed.debug.seed = 7
+    assert changed_settings(path, changed) == ["debug.seed was 42, is 7"]
