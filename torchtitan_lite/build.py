@@ -18,7 +18,7 @@ from torchtitan_lite.config.derived import V_SCHEDULES
 from torchtitan_lite.loss import GlobalBatchLoss
 from torchtitan_lite.mesh import ParallelMesh
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.decoder import Decoder
+from torchtitan_lite.models.decoder import Decoder, module_names
 from torchtitan_lite.models.init import canonical_name, draw_parameter
 from torchtitan_lite.parallel.apply import parallelize
 from torchtitan_lite.parallel.data import set_last_micro_batch
@@ -94,7 +94,7 @@ def build_model(
 ) -> ParallelModel:
     """This rank's parts on `device`, with the weights that `debug.seed` names."""
     degrees, schedule = mesh.degrees, config.parallelism.pipeline_parallel_schedule
-    total = num_stages(config, model_config.num_hidden_layers) if degrees.pp > 1 else 1
+    total = num_stages(config, model_config.num_hidden_layers)
     modules = stage_modules(
         model_config,
         total,
@@ -108,7 +108,7 @@ def build_model(
         )
     dtype = getattr(torch, config.training.dtype)
     storage = torch.device("cpu") if config.training.enable_cpu_offload else device
-    stages: dict[int, nn.Module] = {}
+    stages: dict[int, Decoder] = {}
     for index in held:
         with torch.device("meta"):
             part = Decoder(model_config, modules[index]).to(dtype)
@@ -130,7 +130,7 @@ def build_model(
             device=device,
             activation=(model_config.hidden_size, activation_dtype, cut),
         )
-    parts = [part for part in stages.values() if isinstance(part, Decoder)]
+    parts = list(stages.values())
     tied_head = _tied_head(model_config, pipeline, schedule, mesh)
     return ParallelModel(
         config=model_config,
@@ -150,14 +150,16 @@ def stage_modules(
     given: list[list[str]] | None = None,
     layers_per_stage: int | None = None,
 ) -> list[list[str]]:
-    """The modules of each stage: as given, or so many layers each, or balanced.
+    """The modules of each stage: all for one; else as given, or so many layers each, or balanced.
 
     Balanced by the matmul parameters of each layer; the head counts with its own, the embedding, a
     lookup, counts nothing.
     """
+    if num_stages == 1:
+        return [module_names(config)]
     if given is not None:
         return given
-    if num_stages > 1 and layers_per_stage is not None:
+    if layers_per_stage is not None:
         layers = range(config.num_hidden_layers)
         cuts = [
             list(layers[start : start + layers_per_stage])

@@ -236,6 +236,8 @@ def test_layers_may_be_given_to_stages_by_hand_and_unevenly() -> None:
         [*(f"layers.{index}" for index in range(1, 4)), "norm", "lm_head"],
     ]
     check(Mesh(pp=2), {"parallelism.module_fqns_per_model_part": parts})
+    # Without a pipeline the list has no effect (and a warning says so): the model stays whole.
+    check(Mesh(), {"parallelism.module_fqns_per_model_part": parts})
 
 
 @pytest.mark.slow

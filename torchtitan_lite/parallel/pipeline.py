@@ -15,7 +15,7 @@ Proven in tests/parity/ for every schedule, with and without FSDP.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -80,7 +80,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: dict[int, nn.Module],
+        stages: Mapping[int, nn.Module],
         *,
         num_stages: int,
         schedule: str,
