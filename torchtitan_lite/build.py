@@ -18,7 +18,7 @@ from torchtitan_lite.config.derived import V_SCHEDULES
 from torchtitan_lite.loss import GlobalBatchLoss
 from torchtitan_lite.mesh import ParallelMesh
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.decoder import Decoder, module_names
+from torchtitan_lite.models.decoder import Decoder, matmul_parameters, module_names
 from torchtitan_lite.models.init import canonical_name, draw_parameter
 from torchtitan_lite.parallel.apply import parallelize
 from torchtitan_lite.parallel.data import set_last_micro_batch
@@ -48,24 +48,32 @@ class ParallelModel:
     tied_head: TiedHead | None
 
     def train(
-        self, tokens: Tensor, labels: Tensor, *, loss: GlobalBatchLoss, micro_batch_size: int
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        keys: Tensor | None = None,
+        *,
+        loss: GlobalBatchLoss,
+        micro_batch_size: int,
     ) -> None:
         """Forward and backward of all this rank's rows (rows, seq) of a global batch.
 
-        `loss` divides, and collects the sums, on the rank of the last stage.
+        `loss` divides, and collects the sums, on the rank of the last stage. `keys` (rows,) are
+        the randomness of dropout; None drops nothing.
         """
         num_micro_batches = tokens.shape[0] // micro_batch_size
         if self.pipeline is not None:
-            self.pipeline.train(tokens, labels, loss_fn=loss, num_micro_batches=num_micro_batches)
+            self.pipeline.train(
+                tokens, labels, keys, loss_fn=loss, num_micro_batches=num_micro_batches
+            )
         else:
             (part,) = self.parts
-            micro_batches = zip(
-                tokens.split(micro_batch_size), labels.split(micro_batch_size), strict=True
-            )
-            for index, (token_rows, label_rows) in enumerate(micro_batches):
+            for index in range(num_micro_batches):
+                rows = slice(index * micro_batch_size, (index + 1) * micro_batch_size)
                 last = index == num_micro_batches - 1
                 set_last_micro_batch(part, zero_stage=self.zero_stage, last=last)
-                loss(part(token_rows, labels=label_rows)).backward()
+                row_keys = None if keys is None else keys[rows]
+                loss(part(tokens[rows], labels=labels[rows], keys=row_keys)).backward()
         reduce_partial_gradients(self.named_parameters.values())
         if self.tied_head is not None:
             self.tied_head.add_gradient_to_embedding()
@@ -90,9 +98,17 @@ class ParallelModel:
 
 
 def build_model(
-    config: Config, model_config: ModelConfig, mesh: ParallelMesh, device: torch.device
+    config: Config,
+    model_config: ModelConfig,
+    mesh: ParallelMesh,
+    device: torch.device,
+    *,
+    fresh: bool = True,
 ) -> ParallelModel:
-    """This rank's parts on `device`, with the weights that `debug.seed` names."""
+    """This rank's parts on `device`, with the weights that `debug.seed` names.
+
+    Not `fresh`: whatever lies in memory, to be filled from a checkpoint.
+    """
     degrees, schedule = mesh.degrees, config.parallelism.pipeline_parallel_schedule
     total = num_stages(config, model_config.num_hidden_layers)
     modules = stage_modules(
@@ -116,12 +132,16 @@ def build_model(
         parallelize(part, mesh, config)
         part.to_empty(device=storage)
         part.tie_weights()  # plain tensors got storage one by one
-        initialise(part, seed=config.debug.seed, device=device)
+        if fresh:
+            initialise(part, seed=config.debug.seed, device=device)
         stages[index] = part
     pipeline = None
     if degrees.pp > 1:
         cut = degrees.tp if config.parallelism.enable_sequence_parallel else 1
-        activation_dtype = getattr(torch, config.training.mixed_precision_param)
+        in_fp32 = model_config.residual_in_fp32
+        activation_dtype = getattr(
+            torch, "float32" if in_fp32 else config.training.mixed_precision_param
+        )
         pipeline = Pipeline(
             stages,
             num_stages=total,
@@ -166,12 +186,10 @@ def stage_modules(
             for start in range(0, config.num_hidden_layers, layers_per_stage)
         ]
         return _with_ends(cuts)
-    hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
-    layer = 2 * hidden * heads * config.head_dim + 3 * hidden * config.intermediate_size
     cuts = balanced_stages(
-        [float(layer)] * config.num_hidden_layers,
+        [float(matmul_parameters(config))] * config.num_hidden_layers,
         num_stages,
-        last=float(hidden * config.padded_vocab_size),
+        last=float(config.hidden_size * config.padded_vocab_size),
     )
     return _with_ends(cuts)
 

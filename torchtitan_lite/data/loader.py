@@ -40,6 +40,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # (rows, seq_len) int64
     labels: Tensor  # (rows, seq_len) int64, IGNORE_LABEL where there is none
+    first_sample: int = 0  # number in the run of the first of these consecutive samples
 
 
 @dataclass(eq=False)
@@ -76,7 +77,9 @@ class Loader:
                 self._batches = self._read_ahead(rows)
             else:
                 self._batches = (_collate([self.source[row] for row in batch]) for batch in rows)
-        batch = next(self._batches)
+        rows_a_rank = self.global_batch_size // self.batch_degree
+        first_sample = self.consumed_samples + self.batch_rank * rows_a_rank
+        batch = next(self._batches)._replace(first_sample=first_sample)
         self.consumed_samples += self.global_batch_size
         return batch
 

@@ -1,5 +1,8 @@
 """What a decoder is made of: one dataclass, with Hugging Face's names.
 
+The defaults are those of the plainest decoder (RMSNorm, rotary positions, gated MLP, no bias). A
+family is a choice of values here; what cannot be said here is not built.
+
 Nothing here imports torch: the configuration is checked against the model (heads against tp,
 layers against stages) before anything heavy is loaded.
 """
@@ -22,37 +25,97 @@ LLAMA3_ROPE_KEYS = (
     "original_max_position_embeddings",
 )
 
+CHOICES = {
+    "layer_type": ("attention", "state_space"),
+    "norm_type": ("rms", "layer"),
+    "hidden_act": ("silu", "gelu", "gelu_tanh"),
+}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer, in the names of a Hugging Face config.json."""
+    """The shape of a decoder-only model, in the names of a Hugging Face config.json."""
 
+    model_type: str = ""
+    """Hugging Face's name of the family; empty for a model of no family."""
     vocab_size: int = 2048
     """Number of token ids the model knows."""
     hidden_size: int = 256
     """Width of the residual stream."""
     intermediate_size: int = 768
-    """Width of the MLP between its gate/up and down projections."""
+    """Width of the MLP, or of a state-space mixer, between its projections."""
     num_hidden_layers: int = 6
     """Number of decoder layers."""
+    max_position_embeddings: int = 2048
+    """Longest sequence the model is meant for, in tokens."""
+    tie_word_embeddings: bool = False
+    """Whether lm_head and embed_tokens are one weight."""
+    initializer_range: float = 0.02
+    """Standard deviation of fresh weights."""
+    layer_type: str = "attention"
+    """What mixes tokens in a layer: "attention" (and an MLP), or "state_space"."""
+    norm_type: str = "rms"
+    """Norm before each block: "rms", or "layer" (LayerNorm with bias)."""
+    rms_norm_eps: float = 1e-5
+    """Added to the mean square, or to the variance, before its root is taken."""
+
+    # Attention
     num_attention_heads: int = 8
     """Number of query heads."""
     num_key_value_heads: int = 4
     """Number of key/value heads; query heads share them in equal groups."""
     head_dim: int = 32
     """Width of a head; not necessarily hidden_size / num_attention_heads."""
-    max_position_embeddings: int = 2048
-    """Longest sequence the model is meant for, in tokens."""
-    rms_norm_eps: float = 1e-5
-    """Added to the mean square before its root is taken."""
+    attention_bias: bool = False
+    """Whether q_proj, k_proj and v_proj have a bias."""
+    attention_out_bias: bool = False
+    """Whether o_proj has a bias."""
+    qk_norm: bool = False
+    """RMSNorm of each head of q and k before it is rotated."""
+    sliding_window: int | None = None
+    """Keys that a query sees, itself included; None: all before it."""
+    max_window_layers: int = 0
+    """The first so many layers see all keys whatever sliding_window says."""
+
+    # Positions
+    learned_positions: bool = False
+    """Add an embedding of the position to the token's, instead of rotating heads."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """Rescaling of the rotary frequencies: None, or a table with rope_type = "llama3"."""
-    tie_word_embeddings: bool = False
-    """Whether lm_head and embed_tokens are one weight."""
-    initializer_range: float = 0.02
-    """Standard deviation of fresh weights."""
+    no_rope_layer_interval: int = 0
+    """Every n-th layer, the n-th first, rotates nothing (NoPE); 0: all layers rotate."""
+
+    # MLP
+    hidden_act: str = "silu"
+    """Activation: "silu", "gelu" or "gelu_tanh"."""
+    gated_mlp: bool = True
+    """down(act(gate(x)) * up(x)); otherwise down(act(up(x)))."""
+    mlp_bias: bool = False
+    """Whether the projections of the MLP have a bias."""
+
+    # Dropout
+    attention_dropout: float = 0.0
+    """Share of the attention weights that training drops."""
+    residual_dropout: float = 0.0
+    """Share of what attention and MLP add to the residual stream that training drops."""
+    embedding_dropout: float = 0.0
+    """Share of the embedding's output that training drops."""
+
+    # State space (arXiv:2312.00752)
+    state_size: int = 16
+    """Numbers in the state of a channel (N)."""
+    conv_kernel: int = 4
+    """Tokens that the convolution before the scan sees."""
+    time_step_rank: int = 16
+    """Rank of the projection to the step sizes."""
+    state_space_bias: bool = False
+    """Whether in_proj and out_proj have a bias."""
+    conv_bias: bool = True
+    """Whether the convolution has a bias."""
+    residual_in_fp32: bool = False
+    """Keep the residual stream in fp32 when the layers compute in less."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -64,6 +127,9 @@ class ModelConfig:
             "num_key_value_heads",
             "head_dim",
             "max_position_embeddings",
+            "state_size",
+            "conv_kernel",
+            "time_step_rank",
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -76,6 +142,20 @@ class ModelConfig:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                choice = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose from {choice}")
+        for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more, below 1")
+        if self.layer_type == "state_space" and self.attention_dropout + self.residual_dropout:
+            raise ValueError("a state-space layer has neither attention_dropout nor residual_dropout")
+        for name in ("max_window_layers", "no_rope_layer_interval"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window is {self.sliding_window}; it must be 1 or more")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         self._check_rope_scaling()
@@ -100,3 +180,8 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the head: vocab_size rounded up to a multiple of 128."""
         return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a training step drops anything."""
+        return max(self.attention_dropout, self.residual_dropout, self.embedding_dropout) > 0

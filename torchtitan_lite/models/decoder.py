@@ -10,10 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.layers import DecoderLayer, LMHead, RotaryEmbedding
+from torchtitan_lite.models.layers import (
+    Context,
+    DecoderLayer,
+    LMHead,
+    RotaryEmbedding,
+    attention_mask,
+    build_norm,
+    window_of_layer,
+)
+from torchtitan_lite.models.mamba import MambaLayer
+from torchtitan_lite.ops.dropout import Dropout
+
+LAYERS = {"attention": DecoderLayer, "state_space": MambaLayer}
 
 
 class Decoder(nn.Module):
@@ -32,17 +44,25 @@ class Decoder(nn.Module):
             if "embed_tokens" in held
             else None
         )
-        self.rotary = RotaryEmbedding(config)
+        self.embed_positions = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            if "embed_tokens" in held and config.learned_positions
+            else None
+        )
+        self.embedding_dropout = Dropout(config.embedding_dropout, "embed_tokens")
+        rotates = config.layer_type == "attention" and not config.learned_positions
+        self.rotary = RotaryEmbedding(config) if rotates else None
+        self.windows = {window_of_layer(config, i) for i in range(config.num_hidden_layers)}
+        self.document_mask = False  # whether a position 0 begins a document that sees no other
+        layer_kind = LAYERS[config.layer_type]
         self.layers = nn.ModuleDict(
             {
-                str(index): DecoderLayer(config)
+                str(index): layer_kind(config, index)
                 for index in range(config.num_hidden_layers)
                 if f"layers.{index}" in held
             }
         )
-        self.norm = (
-            nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if "norm" in held else None
-        )
+        self.norm = build_norm(config) if "norm" in held else None
         self.lm_head = LMHead(config) if "lm_head" in held else None
         self.tie_weights()
 
@@ -58,22 +78,27 @@ class Decoder(nn.Module):
         return ends and self.config.tie_word_embeddings
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, labels: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        labels: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Token ids (batch, seq), or the previous stage's output (batch, seq, hidden).
 
         `positions` (batch, seq) default to 0, 1, 2, ... and must be given to a stage without the
-        embedding, whose input may be a part of the sequence. Returns logits (batch, seq,
+        embedding, whose input may be a part of the sequence. `keys` (batch,) are the randomness
+        of dropout (ops/dropout.py); without them nothing is dropped. Returns logits (batch, seq,
         vocab_size); with `labels` (batch, seq), the three sums of TokenLoss; without a head,
         hidden states.
         """
         if positions is None:
             assert self.embed_tokens is not None, "a later stage needs explicit positions"
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        cos, sin = self.rotary(positions)
-        x = self.embed_tokens(tokens) if self.embed_tokens is not None else tokens
+        context = self._context(positions, keys)
+        x = tokens if self.embed_tokens is None else self._embed(tokens, positions, keys)
         for layer in self.layers.values():
-            x = layer(x, cos, sin)
+            x = layer(x, context)
         if self.norm is not None:
             x = self.norm(x)
         if self.lm_head is None:
@@ -82,6 +107,23 @@ class Decoder(nn.Module):
             return self.lm_head(x, labels)
         return self.lm_head(x)[..., : self.config.vocab_size]
 
+    def _context(self, positions: Tensor, keys: Tensor | None) -> Context:
+        cos, sin = self.rotary(positions) if self.rotary is not None else (None, None)
+        masks = {
+            window: attention_mask(positions, window=window, documents=self.document_mask)
+            for window in self.windows
+        }
+        return Context(cos, sin, positions if self.document_mask else None, masks, keys)
+
+    def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
+        assert self.embed_tokens is not None
+        x = self.embed_tokens(tokens)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        if self.config.residual_in_fp32:
+            x = x.float()
+        return self.embedding_dropout(x, keys)
+
 
 def module_names(config: ModelConfig) -> list[str]:
     """The modules that pipeline stages are cut from, in the order of the forward pass."""
@@ -89,7 +131,13 @@ def module_names(config: ModelConfig) -> list[str]:
     return ["embed_tokens", *layers, "norm", "lm_head"]
 
 
-def parameter_names(config: ModelConfig) -> list[str]:
-    """The names of all parameters of the whole model, a tied head left out."""
+def parameter_shapes(config: ModelConfig, modules: Iterable[str] | None = None) -> dict[str, Size]:
+    """Name -> shape of the parameters of `modules` (None: all); a tied head is left out."""
     with torch.device("meta"):
-        return [name for name, _ in Decoder(config).named_parameters()]
+        return {name: p.shape for name, p in Decoder(config, modules).named_parameters()}
+
+
+def matmul_parameters(config: ModelConfig) -> int:
+    """Weights of a layer that each token is multiplied with."""
+    shapes = parameter_shapes(config, ["layers.0"])
+    return sum(s.numel() for name, s in shapes.items() if name.endswith("weight") and len(s) == 2)

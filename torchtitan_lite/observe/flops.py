@@ -15,46 +15,28 @@ Proven in tests/observe/test_flops.py against torch's FlopCounterMode, to the la
 
 from __future__ import annotations
 
-from typing import Protocol
+from torchtitan_lite.models.config import ModelConfig
+from torchtitan_lite.models.decoder import matmul_parameters
+from torchtitan_lite.models.layers import window_of_layer
 
 
-class ModelShape(Protocol):
-    """What the count needs to know of a model; the names are Hugging Face's."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-
-def flops_per_token(model: ModelShape, seq_len: int) -> float:
+def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """FLOPs of forward and backward for one token of a sequence of `seq_len` tokens.
 
-    Matrix parameters are q, k, v, o, gate, up, down of each layer and the output head (also where
-    it is tied to the embedding); the embedding itself is a lookup and costs none. Norms,
-    activations and the softmax are left out, as everywhere.
+    Matrix parameters are the projections of each layer and the output head (also where it is tied
+    to the embedding); the embedding itself is a lookup and costs none. Norms, activations, the
+    softmax and a state-space scan are left out, as everywhere.
 
     The causal mask gets no discount, although a kernel may skip the half that is masked: PaLM's
-    appendix B counts the full square and so do the MFU numbers that others publish.
+    appendix B counts the full square and so do the MFU numbers that others publish. A sliding
+    window shorter than the sequence does.
     """
-    query_size = model.num_attention_heads * model.head_dim
-    key_value_size = model.num_key_value_heads * model.head_dim
-    attention = model.hidden_size * (2 * query_size + 2 * key_value_size)  # q, o and k, v
-    mlp = 3 * model.hidden_size * model.intermediate_size  # gate, up, down
-    head = model.hidden_size * model.vocab_size
-    matmul_parameters = model.num_hidden_layers * (attention + mlp) + head
-    scores = 12 * model.num_hidden_layers * query_size * seq_len
-    return float(6 * matmul_parameters + scores)
+    layers = range(model.num_hidden_layers)
+    matrices = len(layers) * matmul_parameters(model) + model.hidden_size * model.vocab_size
+    if model.layer_type != "attention":
+        return float(6 * matrices)
+    keys = sum(min(seq_len, window_of_layer(model, index) or seq_len) for index in layers)
+    return float(6 * matrices + 12 * model.num_attention_heads * model.head_dim * keys)
 
 
 def mfu(

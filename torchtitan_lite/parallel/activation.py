@@ -3,7 +3,8 @@
     none         keep everything
     full         keep a layer's input, recompute the rest
     selective n  "full" on every n-th layer
-    selective op keep attention, the reduced outputs and every second matmul; recompute the rest
+    selective op keep fused attention (there is none with dropout of its weights), the reduced
+                 outputs and every second matmul; recompute the rest
 
 The layer's `forward` is wrapped in place instead of the module, so no parameter changes its name.
 """
@@ -43,7 +44,7 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: str, selective_opt
         if int(index) % stride:
             continue
         context: dict[str, Any] = {"context_fn": _contexts_of_one_forward} if every_op else {}
-        # The rng state need not travel: no operation of a layer draws random numbers.
+        # No generator's state need travel: dropout's mask is a function of its keys, an argument.
         layer.forward = partial(
             checkpoint,
             layer.forward,

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def read_parameters_as(module: nn.Module, view: Callable[[Tensor], Tensor]) -> None:
+def read_parameters_as(module: nn.Module, view: Callable[[Tensor], Tensor | None]) -> None:
     """While `module.forward` runs, each of the module's own parameters p reads as view(p)."""
     forward = module.forward
     names = [name for name, _ in module.named_parameters(recurse=False)]

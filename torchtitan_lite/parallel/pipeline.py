@@ -109,13 +109,15 @@ class Pipeline:
         self,
         tokens: Tensor,
         labels: Tensor,
+        keys: Tensor | None = None,
         *,
         loss_fn: Callable[[Tensor, Tensor], Tensor],
         num_micro_batches: int,
     ) -> None:
         """Forward and backward of all rows (rows, seq) of this rank's global batch.
 
-        `loss_fn(sums, labels)` is called for each micro-batch on the rank of the last stage.
+        `loss_fn(sums, labels)` is called for each micro-batch on the rank of the last stage;
+        `keys` (rows,) go to every stage.
         """
         rows, seq_len = tokens.shape
         assert rows % num_micro_batches == 0, "shapes are static: rows must divide"
@@ -129,6 +131,7 @@ class Pipeline:
             return_outputs=False,
             positions=_positions(tokens),
             labels=labels,
+            **({} if keys is None else {"keys": keys}),
         )
 
     def evaluate(

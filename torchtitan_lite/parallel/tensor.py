@@ -6,23 +6,33 @@ arithmetic runs on their local shards, so a layer costs its matmuls and these co
                         sequence parallel                     without
     between blocks      (batch, seq / tp, hidden)             (batch, seq, hidden) on every rank
     into a block        all-gather      | reduce-scatter      nothing     | all-reduce
-    q k v gate up       weight Shard(0): heads / tp, width / tp
-    o down              weight Shard(1): partial sums of the hidden states
+    q k v gate up       weight and bias Shard(0): heads / tp, width / tp
+    o down              weight Shard(1): partial sums of the hidden states; bias after the sum
     out of a block      reduce-scatter  | all-gather          all-reduce  | nothing
                         (forward | backward)
 
     embedding           weight Shard(0): a rank looks up its own words, the sum fills the rest
     head and loss       weight Shard(0): logits never leave their rank (ops/cross_entropy.py)
 
-A norm between blocks sees only its part of the sequence, so the gradient of its weight is one
-rank's share, `Partial`; FSDP, or `reduce_partial_gradients` without it, adds the shares up before
-anything reads them.
-Proven in tests/parity/ (numbers) and tests/parallel/test_collective_counts.py (counts).
+    on every rank, with this gradient of the local copy:
+    norms, positions,   Partial                               whole
+    bias of o and down
+    q_norm k_norm       Partial: a rank has heads / tp        Partial
+
+    dropout's mask      of seq / tp                           of all, the same on every rank
+      in attention      of heads / tp                         of heads / tp
+
+What sees only some of the positions, or of the heads, has one rank's share of its gradient,
+`Partial`; FSDP, or `reduce_partial_gradients` without it, adds the shares up before anything
+reads them.
+Proven in tests/parallel/test_tensor*.py and tests/parity/ (numbers), and in
+tests/parallel/test_collective_counts.py (counts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -40,31 +50,42 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.models.layers import LMHead
 from torchtitan_lite.ops.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
+from torchtitan_lite.ops.dropout import Dropout
 from torchtitan_lite.parallel.parameters import read_parameters_as
 
 SEQUENCE_DIM = 1  # of hidden states (batch, seq, hidden)
 
 
 def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool
+    model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool
 ) -> None:
     """Cut every parameter of `model` over the 1-D `mesh`, and place the collectives."""
-    norm = Norm(sequence_parallel)
+    assert model.config.layer_type == "attention", "there is no plan for a state-space layer"
+    norm, norm_of_heads = Norm(sequence_parallel), Norm(sees_part=True)
+    dropout, dropout_of_heads = CutDropout(sequence_parallel), CutDropout(sees_part=True)
     plan: dict[str, ParallelStyle] = {
         "embed_tokens": VocabularyEmbedding(sequence_parallel),
+        "embed_positions": PositionEmbedding(sequence_parallel),
+        "embedding_dropout": dropout,
         "layers.*.input_layernorm": norm,
         "layers.*.self_attn": GatherInput(sequence_parallel),
         "layers.*.self_attn.q_proj": Colwise(),
         "layers.*.self_attn.k_proj": Colwise(),
         "layers.*.self_attn.v_proj": Colwise(),
+        "layers.*.self_attn.q_norm": norm_of_heads,
+        "layers.*.self_attn.k_norm": norm_of_heads,
+        "layers.*.self_attn.core_attention.dropout": dropout_of_heads,
         "layers.*.self_attn.o_proj": Rowwise(sequence_parallel),
+        "layers.*.attn_dropout": dropout,
         "layers.*.post_attention_layernorm": norm,
         "layers.*.mlp": GatherInput(sequence_parallel),
         "layers.*.mlp.gate_proj": Colwise(),
         "layers.*.mlp.up_proj": Colwise(),
         "layers.*.mlp.down_proj": Rowwise(sequence_parallel),
+        "layers.*.mlp_dropout": dropout,
         "norm": norm,
         "lm_head": VocabularyHead(sequence_parallel, loss_parallel),
     }
@@ -75,10 +96,8 @@ def apply_tensor_parallel(
 
 
 def _is_present(model: nn.Module, name: str) -> bool:
-    """Whether this stage holds the module (of a wildcard: any layer at all)."""
-    return getattr(model, name.split(".")[0]) is not None and (
-        "*" not in name or len(model.layers) > 0  # type: ignore[arg-type]
-    )
+    """Whether this stage of this family holds the module (of a wildcard: any such)."""
+    return any(fnmatchcase(path, name) for path, _ in model.named_modules())
 
 
 class Colwise(ParallelStyle):
@@ -91,17 +110,27 @@ class Colwise(ParallelStyle):
 
 
 class Rowwise(ParallelStyle):
-    """A linear that holds some of its input features: its output is summed over the ranks."""
+    """A linear that holds some of its input features: its output is summed over the ranks.
+
+    Its bias is on every rank, and is added to the sum.
+    """
 
     def __init__(self, sequence_parallel: bool) -> None:
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert getattr(module, "bias", None) is None, "a bias would be added once per rank"
-        _distribute(module, device_mesh, Shard(1))
-        _compute_on_local_shards(module)
+        assert isinstance(module, nn.Linear)
+        _distribute(module, device_mesh, Shard(1), bias=Replicate())
         leave = _exit(device_mesh, self.sequence_parallel)
-        module.register_forward_hook(lambda module, args, out: leave(out))
+        read_parameters_as(module, lambda parameter: None if parameter.dim() == 1 else parameter)
+        product = module.forward  # sees no bias
+
+        def sum_over_ranks(x: Tensor) -> Tensor:
+            out = leave(product(x))
+            return out if module.bias is None else out + module.bias
+
+        module.forward = sum_over_ranks  # type: ignore[method-assign, assignment]
+        _compute_on_local_shards(module, sees_part=self.sequence_parallel)
         return module
 
 
@@ -118,14 +147,48 @@ class GatherInput(ParallelStyle):
 
 
 class Norm(ParallelStyle):
-    """A norm whose weight every rank holds."""
+    """A norm whose parameters every rank holds.
 
-    def __init__(self, sequence_parallel: bool) -> None:
-        self.grad_placement = Partial() if sequence_parallel else Replicate()
+    `sees_part`: what a rank normalises are some of the positions, or of the heads.
+    """
+
+    def __init__(self, sees_part: bool) -> None:
+        self.sees_part = sees_part
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Replicate())
-        _compute_on_local_shards(module, self.grad_placement)
+        _compute_on_local_shards(module, sees_part=self.sees_part)
+        return module
+
+
+class CutDropout(ParallelStyle):
+    """A dropout; `sees_part`: of a rank's slice of dim 1, the sequence or the heads."""
+
+    def __init__(self, sees_part: bool) -> None:
+        self.sees_part = sees_part
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Dropout)
+        if self.sees_part:
+            module.shard = device_mesh.get_local_rank()
+        return module
+
+
+class PositionEmbedding(ParallelStyle):
+    """An embedding that every rank holds, looked up for its part of the sequence."""
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        self.sequence_parallel = sequence_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+        _compute_on_local_shards(module, sees_part=self.sequence_parallel)
+        if self.sequence_parallel:
+            size, rank = device_mesh.size(), device_mesh.get_local_rank()
+            # positions (1 or batch, seq) -> (1 or batch, seq / tp)
+            module.register_forward_pre_hook(
+                lambda module, args: (args[0].chunk(size, SEQUENCE_DIM)[rank],)
+            )
         return module
 
 
@@ -168,7 +231,7 @@ class VocabularyHead(ParallelStyle):
         assert isinstance(module, LMHead)
         _distribute(module, device_mesh, Shard(0))
         if not self.loss_parallel:
-            _compute_on_local_shards(module, Replicate(), gather=True)
+            _compute_on_local_shards(module, gather=True)
             if self.sequence_parallel:
                 group = device_mesh.get_group()
                 enter = partial(all_gather, dim=SEQUENCE_DIM, group=group, grad_is_partial=False)
@@ -205,28 +268,34 @@ def _exit(mesh: DeviceMesh, sequence_parallel: bool) -> Callable[[Tensor], Tenso
     return partial(all_reduce, group=group)
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Turn the module's own parameters into DTensors, each rank cutting its own copy."""
+def _distribute(
+    module: nn.Module, mesh: DeviceMesh, placement: Placement, **others: Placement
+) -> None:
+    """Turn the module's own parameters into DTensors, each rank cutting its own copy.
+
+    All at `placement`, but those that `others` names.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
-        cut = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        placements = [others.get(name, placement)]
+        cut = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
         module.register_parameter(name, nn.Parameter(cut))
 
 
 def _compute_on_local_shards(
-    module: nn.Module, grad_placement: Placement | None = None, *, gather: bool = False
+    module: nn.Module, *, sees_part: bool = False, gather: bool = False
 ) -> None:
     """While `module.forward` runs, its parameters read as their local shards.
 
-    `grad_placement` says what the gradient of the local tensor is of the whole one; None: it is
-    cut as the weight is. `gather` replicates the weight first.
+    The gradient is cut as the parameter is. Of one that is whole on every rank it is whole too,
+    or with `sees_part` one term of a sum. `gather` makes every parameter whole first.
     """
-    grad_placements = None if grad_placement is None else [grad_placement]
 
     def local(parameter: Tensor) -> Tensor:
         assert isinstance(parameter, DTensor)
         if gather:
             parameter = parameter.redistribute(placements=[Replicate()])
-        return parameter.to_local(grad_placements=grad_placements)
+        share = sees_part and parameter.placements[0].is_replicate()
+        return parameter.to_local(grad_placements=[Partial()] if share else None)
 
     read_parameters_as(module, local)
 

@@ -5,106 +5,52 @@ slow rotary frequencies; the 1B and 3B of 3.2 tie head and embedding. A 3.3 70B 
 the 3.1 70B.
 """
 
-from __future__ import annotations
+from torchtitan_lite.models.families.family import (
+    DEBUG,
+    Family,
+    Key,
+    Values,
+    attention_keys,
+    head_dim,
+)
 
-from typing import Any
-
-from torchtitan_lite.models.config import ModelConfig
-
-
-def _llama3(*, rope_factor: float, **fields: Any) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": rope_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        **fields,
-    )
+# Attention has biases on all four projections, or on none.
+BIASES = {"attention_bias": Key("attention_bias attention_out_bias", False), "mlp_bias": False}
 
 
-def _llama2(**fields: Any) -> ModelConfig:
-    return ModelConfig(vocab_size=32000, max_position_embeddings=4096, head_dim=128, **fields)
+def _read(known: Values) -> Values:
+    head_dim(known)  # transformers wants there to be one, even where the key head_dim goes first
+    return {}
 
 
-FLAVORS: dict[str, dict[str, ModelConfig]] = {
-    "llama3": {
-        # 5.8 million parameters, for the text and the tokenizer that ship with the repository.
-        "debugmodel": ModelConfig(rope_theta=500000.0),
-        "1B": _llama3(
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=64,
-            tie_word_embeddings=True,
-            rope_factor=32.0,
-        ),
-        "3B": _llama3(
-            hidden_size=3072,
-            intermediate_size=8192,
-            num_hidden_layers=28,
-            num_attention_heads=24,
-            num_key_value_heads=8,
-            head_dim=128,
-            tie_word_embeddings=True,
-            rope_factor=32.0,
-        ),
-        "8B": _llama3(
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            rope_factor=8.0,
-        ),
-        "70B": _llama3(
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=128,
-            rope_factor=8.0,
-        ),
-        "405B": _llama3(
-            hidden_size=16384,
-            intermediate_size=53248,
-            num_hidden_layers=126,
-            num_attention_heads=128,
-            num_key_value_heads=8,
-            head_dim=128,
-            rope_factor=8.0,
-        ),
-    },
-    "llama2": {
-        "7B": _llama2(
-            hidden_size=4096,
-            intermediate_size=11008,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=32,
-        ),
-        "13B": _llama2(
-            hidden_size=5120,
-            intermediate_size=13824,
-            num_hidden_layers=40,
-            num_attention_heads=40,
-            num_key_value_heads=40,
-        ),
-        "70B": _llama2(
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-        ),
-    },
+def _rope(factor: float) -> Values:
+    turns = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    table = {"rope_type": "llama3", "factor": factor, **turns}
+    return {"rope_scaling": {**table, "original_max_position_embeddings": 8192}}
+
+
+_LLAMA2 = {"vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_LLAMA3 = {"vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+_LLAMA3 |= {"rope_theta": 500000.0, **_rope(8.0)}
+_TIED = {**_rope(32.0), "tie_word_embeddings": True}
+_SIZES3 = {  # layers, hidden, intermediate, heads, key/value heads
+    "debugmodel": (*DEBUG, {"rope_scaling": None}),
+    "1B": (16, 2048, 8192, 32, 8, _TIED),
+    "3B": (28, 3072, 8192, 24, 8, _TIED),
+    "8B": (32, 4096, 14336, 32, 8),
+    "70B": (80, 8192, 28672, 64, 8),
+    "405B": (126, 16384, 53248, 128, 8),
 }
+_SIZES2 = {
+    "7B": (32, 4096, 11008, 32, 32),
+    "13B": (40, 5120, 13824, 40, 40),
+    "70B": (80, 8192, 28672, 64, 8),
+}
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    attention_keys({"max_position_embeddings": 2048, **BIASES}),
+    fixed={"pretraining_tp": 1},
+    read=_read,
+    sizes={"llama3": (_LLAMA3, _SIZES3), "llama2": (_LLAMA2, _SIZES2)},
+)
