@@ -76,7 +76,7 @@ class BareLoop:
 
     def train_step(self) -> float:
         training = self.config.training
-        tokens, labels = next(self.batches)
+        tokens, labels, _ = next(self.batches)
         num_tokens = int((labels != -100).sum())
         loss = 0.0
         for token_rows, label_rows in zip(
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
                 [*DEBUG_RECIPE, *off, *rest],
                 world_size=1,
                 resolve_model=lambda c: model_config(
-                    c.model.name, c.model.flavor, c.model.overrides
+                    c.model.name, c.model.flavor, c.model.overrides, c.model.hf_assets_path
                 ),
             )
             source, _ = open_sources(config, model.vocab_size)
@@ -177,7 +177,7 @@ class AlternatingTrainer(Trainer):
         ]
         ratio = statistics.median(a / b for a, b in zip(ours, bare, strict=True))
         lines.append(f"ratio    {ratio:7.3f} (median), {min(ours) / min(bare):.3f} (best rounds)")
-        loss = self._global_loss()[0][1]
+        loss = self.loss.over_ranks(mine=True)[0][1]
         lines.append(f"loss     trainer {loss:.5f}, bare {self.bare_loss:.5f}")
         return "\n".join(lines)
 

@@ -33,21 +33,24 @@ PACKAGE = "torchtitan_lite"
 
 # Who may know whom: a room imports only rooms of a lower number ...
 FLOORS = [
-    {"mesh", "device", "config"},
+    {"mesh", "device", "config", "launch"},
     {"models", "precision", "ops"},
     {"parallel", "models.families"},
     {"build", "checkpoint", "data", "optim", "observe", "loss"},
-    {"trainer", "generate", "evaluate", "plan"},
+    {"trainer", "generate", "evaluate", "convert", "plan"},
     {"train", "scripts"},
 ]
-# ... and these on its own floor: operators serve layers, a mesh is cut from a configuration, and a
-# model is built to run under a loss.
+# ... and these on its own floor: operators serve layers, a mesh is cut from a configuration, a model
+# is built to run under a loss, and an export has its tokenizer with it.
 NEIGHBOURS = {
     ("models", "ops"),
     ("precision", "ops"),
     ("mesh", "config"),
     ("device", "config"),
+    ("launch", "config"),
+    ("launch", "device"),
     ("build", "loss"),
+    ("checkpoint", "data"),
     ("trainer", "evaluate"),  # validation during training
 }
 
@@ -61,12 +64,11 @@ ROPE_TYPE = re.compile("llama3", re.IGNORECASE)
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_CODE_LINES = 6000
+MAX_PACKAGE_CODE_LINES = 6600
 
 HEAVY = {"transformers", "datasets", "tensorboard", "torchdata", "wandb", "matplotlib"}
-# What we import where it is not the distribution's own name: torch and transformers call the
-# one that is declared.
-IMPORT_NAMES = {"tensorboard": "torch.utils.tensorboard", "safetensors": "transformers"}
+# What we import where it is not the distribution's own name: torch calls the one that is declared.
+IMPORT_NAMES = {"tensorboard": "torch.utils.tensorboard"}
 
 
 # --- reading a tree -----------------------------------------------------------------------------

@@ -37,14 +37,16 @@ def world_size(name: str) -> int:
     return int(first.removeprefix(FIRST_LINE)) if first.startswith(FIRST_LINE) else 1
 
 
+def resolve_model(config: Config) -> ModelConfig:
+    """As train.py does."""
+    model = config.model
+    return model_config(model.name, model.flavor, model.overrides, model.hf_assets_path)
+
+
 def load(name: str, *more: str, world: int | None = None) -> tuple[Config, ModelConfig]:
     """What train.py makes of the recipe, all cross-checks passed."""
     argv = ["--job.config_file", str(FOLDER / name), *WITHOUT_DATA, *more]
-    return load_and_check(
-        argv,
-        world_size=world or world_size(name),
-        resolve_model=lambda c: model_config(c.model.name, c.model.flavor, c.model.overrides),
-    )
+    return load_and_check(argv, world_size=world or world_size(name), resolve_model=resolve_model)
 
 
 def build_rank(name: str, rank: int) -> tuple[Config, ParallelModel]:
@@ -103,11 +105,7 @@ def test_a_recipe_states_its_world_size_first_and_says_which_paths_to_replace(na
 def test_a_recipe_whose_paths_are_not_replaced_is_refused_with_each_of_them(name: str) -> None:
     argv = ["--job.config_file", str(FOLDER / name)]
     with pytest.raises(ConfigError) as refused:
-        load_and_check(
-            argv,
-            world_size=world_size(name),
-            resolve_model=lambda c: model_config(c.model.name, c.model.flavor, {}),
-        )
+        load_and_check(argv, world_size=world_size(name), resolve_model=resolve_model)
     lines = str(refused.value).splitlines()
     keys = {"model.hf_assets_path", "training.dataset_path", "validation.dataset_path"}
     assert len(lines) == len(keys), "nothing else is wrong with it"

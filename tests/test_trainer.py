@@ -159,7 +159,7 @@ def test_tokens_are_counted_over_the_whole_global_batch() -> None:
 def train_and_average(trainer: RecordingTrainer) -> float:
     """This rank's own mean loss of the last batch."""
     trainer.train()
-    return trainer.loss.totals[1].item() / trainer.num_local_tokens
+    return trainer.loss.totals[1].item() / trainer.loss.num_local_tokens
 
 
 def test_loss_max_is_the_worst_rank_of_those_that_read_rows() -> None:

@@ -32,12 +32,12 @@ from torchtitan_lite.checkpoint.state import (
     restore_optimizer_state,
     train_state,
 )
+from torchtitan_lite.checkpoint.weights import find_weights, load_weights, write_hugging_face
 from torchtitan_lite.config import (
     Config,
-    changed_settings,
     num_schedule_steps,
     num_warmup_steps,
-    to_toml,
+    save_config,
 )
 from torchtitan_lite.data.loader import Batch, Loader
 from torchtitan_lite.data.sources import IGNORE_LABEL, Source
@@ -45,11 +45,12 @@ from torchtitan_lite.evaluate import evaluate
 from torchtitan_lite.loss import GlobalBatchLoss
 from torchtitan_lite.mesh import Degrees, build_mesh, set_timeout
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.decoder import parameter_names
+from torchtitan_lite.models.decoder import parameter_shapes
 from torchtitan_lite.observe.flops import flops_per_token
 from torchtitan_lite.observe.logging import logger
 from torchtitan_lite.observe.metrics import Record
 from torchtitan_lite.observe.report import RunReport, instruments_of
+from torchtitan_lite.ops.dropout import sample_keys
 from torchtitan_lite.optim.clip import gradient_norm, scale_gradients
 from torchtitan_lite.optim.optimizer import build_optimizer, group_table, set_learning_rate
 from torchtitan_lite.optim.schedule import lr_factor
@@ -108,6 +109,7 @@ class Trainer:
                 keep_latest_k=config.checkpoint.keep_latest_k,
                 async_mode=config.checkpoint.async_mode,
                 model=dataclasses.asdict(model_config),
+                hf_assets_path=config.model.hf_assets_path,
             )
             self._load()
 
@@ -128,7 +130,7 @@ class Trainer:
             implementation=options.implementation,
             no_decay=options.no_decay,
             lr_multipliers=options.lr_multipliers,
-            all_names=parameter_names(self.model.config),
+            all_names=list(parameter_shapes(self.model.config)),
             strict_patterns=None if user_wrote_no_decay else (),
         )
 
@@ -138,17 +140,6 @@ class Trainer:
                 logger.info(f"stage {index}: {', '.join(modules)}")
         table = group_table(self.optimizer)
         logger.info(f"parameter groups of this rank, sizes before any cut:\n{table}")
-
-    def _save_config(self) -> None:
-        name = self.config.job.save_config_file
-        if dist.get_rank() != 0 or not name:
-            return
-        path = Path(self.config.job.dump_folder) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self.step > 0 and path.exists():
-            for change in changed_settings(path, self.config):
-                logger.warning(f"resumed with another setting than before: {change}")
-        path.write_text(to_toml(self.config), encoding="utf-8")
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -175,15 +166,20 @@ class Trainer:
     def forward_backward(self, batch: Batch) -> None:
         """Leave the gradient of the whole global batch's loss in the parameters."""
         num_valid = torch.tensor(0, dtype=torch.int64, device=self.device)
-        self.num_local_tokens = int((batch.labels != IGNORE_LABEL).sum())
+        num_local = int((batch.labels != IGNORE_LABEL).sum())
         if self.mesh.owns_data and self.mesh.place["pp"] == 0:
-            num_valid += self.num_local_tokens
+            num_valid += num_local
         dist.all_reduce(num_valid)
-        self.loss.begin(int(num_valid))
+        self.loss.begin(int(num_valid), num_local)
         pipelined = self.model.pipeline is not None
+        keys = None
+        if self.model.config.has_dropout:
+            seed, num_rows = self.config.debug.seed, len(batch.tokens)
+            keys = sample_keys(seed, batch.first_sample, num_rows, self.device)
         self.model.train(
             batch.tokens.to(self.device, non_blocking=True),
             batch.labels.to(self.device, non_blocking=True),
+            keys,
             loss=self.loss,
             micro_batch_size=self.config.parallelism.pipeline_parallel_microbatch_size
             if pipelined
@@ -247,7 +243,10 @@ class Trainer:
         with ExitStack() as stack:
             report = self._open_report()
             stack.callback(report.close)
-            self._save_config()
+            if dist.get_rank() == 0 and config.job.save_config_file:
+                path = Path(config.job.dump_folder) / config.job.save_config_file
+                for change in save_config(config, path, resumed=self.step > 0):
+                    logger.warning(f"resumed with another setting than before: {change}")
             stack.callback(self.loader.close)
             instruments = stack.enter_context(
                 instruments_of(config, rank=dist.get_rank(), start_step=self.step)
@@ -296,27 +295,14 @@ class Trainer:
 
     def _complete(self, record: Record) -> Record:
         """Add what only a logged step asks for, in part from the other ranks."""
-        loss, largest = self._global_loss()
+        mine = self.mesh.owns_data and self.model.has_loss
+        loss, largest = self.loss.over_ranks(mine=mine)
         record |= {"loss": loss[1], "loss_max": largest}
         if self.config.loss.z_loss_weight:
             record["z_loss"] = self.config.loss.z_loss_weight * loss[2]
         record |= {"tokens_seen": self.tokens_seen, **self.timer.read()}
         record |= {"memory_gib": devices.memory_gib(), "skipped_steps": self.skipped_steps}
         return record
-
-    def _global_loss(self) -> tuple[list[float], float]:
-        """([loss, cross-entropy, z] per token of the last global batch, largest local mean)."""
-        mine = self.mesh.owns_data and self.model.has_loss
-        sums = self.loss.totals if mine else torch.zeros_like(self.loss.totals)
-        sums = sums.clone()
-        dist.all_reduce(sums)
-        local_mean = -math.inf
-        if mine and self.num_local_tokens:
-            local_mean = self.loss.totals[1].item() / self.num_local_tokens
-        largest = torch.tensor(local_mean, dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        # A batch without a single label has no mean; its loss is 0.
-        return (sums / self.loss.num_tokens).tolist(), max(largest.item(), 0.0)
 
     def validate(self) -> float:
         """Mean cross-entropy per token of validation.steps global batches of held-out rows."""
@@ -330,7 +316,7 @@ class Trainer:
             device=self.device,
             local_batch_size=options.local_batch_size,
             num_rows=None if options.steps < 0 else num_rows,
-        )
+        ).loss
 
     # --- checkpoints --------------------------------------------------------------------------
 
@@ -357,6 +343,15 @@ class Trainer:
         if model_only:
             state = cast_state(state, getattr(torch, options.export_dtype))
         self.checkpoints.save(self.step, state, model_only=model_only)
+        if last and options.last_save_in_hf:
+            write_hugging_face(
+                self.checkpoints.folder / f"step-{self.step}-hf",
+                model_state(self.model.named_parameters),
+                self.model.config,
+                hf_assets_path=Path(self.config.model.hf_assets_path),
+                dtype=options.export_dtype,
+                replace=True,
+            )
 
     def _load(self) -> None:
         """Resume from the newest valid checkpoint, else begin from initial_load_path or fresh."""
@@ -374,13 +369,18 @@ class Trainer:
                 )
             self._restore(state)
         elif options.initial_load_path:
-            self.checkpoints.load_from(
-                options.initial_load_path,
-                state,
-                model_only=options.initial_load_model_only,
-                exclude=exclude,
-            )
-            self._restore(state)
+            weights = find_weights(options.initial_load_path, key="checkpoint.initial_load_path")
+            assert weights.is_hf == options.initial_load_in_hf, "the configuration is checked"
+            if not weights.is_hf:
+                self.checkpoints.load_from(
+                    weights.folder,
+                    state,
+                    model_only=options.initial_load_model_only,
+                    exclude=exclude,
+                )
+                self._restore(state)
+            elif "model" not in exclude:
+                load_weights(weights, self.model.named_parameters, config=self.model.config)
         else:
             logger.info("no checkpoint to load: fresh weights")
         self.model.after_update()

@@ -17,6 +17,8 @@ class Shape:
     intermediate_size: int = 768
     padded_vocab_size: int = 2048
     max_position_embeddings: int = 2048
+    layer_type: str = "attention"
+    learned_positions: bool = False
 
 
 SYNTHETIC = ["--training.dataset", "synthetic"]

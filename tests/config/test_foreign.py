@@ -74,7 +74,7 @@ steps = 1200
 ABSENT = """
 activation_checkpoint: early_stop memory_budget visualize_memory_budget_pareto preserve_rng_state
 activation_checkpoint: determinism_check debug per_op_sac_force_recompute_mm_shapes_by_fqns
-checkpoint: initial_load_in_hf initial_load_in_hf_quantized last_save_in_hf load_only
+checkpoint: initial_load_in_hf_quantized load_only
 checkpoint: enable_first_step_checkpoint create_seed_checkpoint enable_ft_dataloader_checkpoints
 comm: trace_buf_size save_traces_folder save_traces_file_prefix mode
 compile: enable components backend

@@ -69,7 +69,7 @@ def what_to_load(
     if any(differences.values()):
         raise ConfigError(_told(folder, differences))
     if unused:
-        logger.warning("%s: not used by this run: %s", folder, _shortened(unused))
+        logger.warning("%s: not used by this run: %s", folder, shortened(unused))
     return wanted
 
 
@@ -80,13 +80,18 @@ def _told(folder: Path, differences: Mapping[str, Collection[str]]) -> str:
     else:
         title = "checkpoint of another optimizer or trainer"
         fix = "leave the part out with checkpoint.exclude_from_loading, or set optimizer as there"
-    parts = [
-        f"{len(names)} {what} ({_shortened(names)})" for what, names in differences.items() if names
-    ]
-    return f"{title}: {folder}: {'; '.join(parts)}; {fix}"
+    return f"{title}: {folder}: {listed(differences)}; {fix}"
 
 
-def _shortened(names: Iterable[str]) -> str:
+def listed(differences: Mapping[str, Collection[str]]) -> str:
+    """Names by what is wrong with them, as one line."""
+    return "; ".join(
+        f"{len(names)} {what} ({shortened(names)})" for what, names in differences.items() if names
+    )
+
+
+def shortened(names: Iterable[str]) -> str:
+    """The first of `names`, sorted, and how many more there are."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:NUM_NAMES_SHOWN])
     rest = len(ordered) - NUM_NAMES_SHOWN

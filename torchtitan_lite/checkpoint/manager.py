@@ -74,10 +74,12 @@ class CheckpointManager:
         keep_latest_k: int = 0,
         async_mode: str = "disabled",
         model: Mapping[str, Any] | None = None,
+        hf_assets_path: str = "",
     ) -> None:
         self.folder = Path(folder)
         self._keep_latest_k = keep_latest_k
         self._model = dict(model or {})
+        self._assets = str(Path(hf_assets_path).resolve()) if hf_assets_path else ""
         self._damaged: set[int] = set()  # steps that a load found to be so
         self._own: set[int] = set()  # steps of this run: what it wrote and where it began
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -220,7 +222,7 @@ class CheckpointManager:
             return {name: measure(temporary / name) for name in names}
 
         def complete() -> None:
-            write_manifest(temporary, Manifest(step, model_only, files, self._model))
+            write_manifest(temporary, Manifest(step, model_only, files, self._model, self._assets))
             publish(self.folder, step)
 
         # No rank may enter DCP's collectives before all know that all have their copy.
@@ -287,12 +289,13 @@ class CheckpointManager:
         return chosen
 
     def _changes(self, manifest: Manifest) -> str:
-        """In which settings the saved model is another one than ours; empty if in none."""
-        saved = manifest.model
-        changed = {name: new for name, new in self._model.items() if saved.get(name) != new}
-        return ", ".join(
-            f"{name} {saved.get(name)!r}, not {new!r}" for name, new in changed.items()
-        )
+        """In which settings the saved model is another one than ours; empty if in none.
+
+        A setting that the writer did not know stands at what it was before there was a choice.
+        """
+        saved, ours = manifest.model, self._model
+        changed = [name for name in ours if name in saved and saved[name] != ours[name]]
+        return ", ".join(f"{name} {saved[name]!r}, not {ours[name]!r}" for name in changed)
 
     def load_from(
         self,

@@ -24,10 +24,9 @@ import re
 import shutil
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypedDict
-
-import torch
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -52,7 +51,8 @@ class Manifest:
     files: dict[str, FileRecord]
     # The model's configuration: tensors of equal shapes may be of another model.
     model: dict[str, Any] = field(default_factory=dict)
-    torch_version: str = torch.__version__
+    hf_assets_path: str = ""  # folder of the run's tokenizer
+    torch_version: str = version("torch")
     format_version: int = FORMAT_VERSION
 
 
@@ -106,7 +106,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         json.dump({**content, "manifest_sha256": _hash_of(content)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(folder)
+    sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -163,7 +163,7 @@ def publish(root: Path, step: int) -> None:
     """Make the finished temporary folder of `step` count, in place of a damaged one if need be."""
     remove(step_folder(root, step))
     os.rename(temporary_folder(root, step), step_folder(root, step))
-    _sync_folder(root)
+    sync(root)
 
 
 def remove(folder: Path) -> None:
@@ -201,9 +201,9 @@ def prune(
     return sorted(folder.name for folder in doomed)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Bring the entries of `folder` to disk: a renamed file can be lost in a power cut without."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to disk: power cuts lose unsynced renames too."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

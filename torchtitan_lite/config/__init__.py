@@ -22,7 +22,7 @@ from torchtitan_lite.config.derived import (
 )
 from torchtitan_lite.config.effects import config_warnings
 from torchtitan_lite.config.keys import Config, ConfigError
-from torchtitan_lite.config.load import changed_settings, help_for, load_config
+from torchtitan_lite.config.load import changed_settings, help_for, load_config, save_config
 from torchtitan_lite.config.schema import to_dict, to_toml
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "num_stages",
     "num_warmup_steps",
     "resolve",
+    "save_config",
     "to_dict",
     "to_toml",
     "validation_seq_len",

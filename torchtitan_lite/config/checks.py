@@ -36,11 +36,16 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 BY_HAND = "parallelism.module_fqns_per_model_part"
+INITIAL_LOAD, IN_HF = "checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"
 
 
 class ModelShape(Protocol):
     """What the checks ask of a model's configuration."""
 
+    @property
+    def layer_type(self) -> str: ...
+    @property
+    def learned_positions(self) -> bool: ...
     @property
     def num_attention_heads(self) -> int: ...
     @property
@@ -155,7 +160,11 @@ def _split_backward_and_zero_stage(facts: Facts) -> Findings:
 
 def _tensor_parallel(facts: Facts) -> Findings:
     degree, model = facts.config.parallelism.tensor_parallel_degree, facts.model
-    if model is None:
+    if model is None or degree == 1:
+        return
+    if model.layer_type == "state_space":
+        fix = f"set it to 1, and {PIPELINE} or {SHARD} higher"
+        yield (TENSOR,), f"a state-space layer cannot be cut over {degree} ranks", fix
         return
     sizes = {name: getattr(model, name) for name in CUT_BY_TENSOR}
     uneven = [f"{name} {size}" for name, size in sizes.items() if size % degree]
@@ -176,6 +185,17 @@ def _sequence_parallel(facts: Facts) -> Findings:
             reason += "ranks, which does not divide them"
             fix = f"set {name} to {_multiple(length, degree)}, or {switch} to false"
             yield (name, TENSOR, switch, "validation.enable"), reason, fix
+
+
+def _learned_positions(facts: Facts) -> Findings:
+    config, model = facts.config, facts.model
+    if model is None or not model.learned_positions:
+        return
+    longest = model.max_position_embeddings
+    for name in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
+        if get_value(config, name) > longest:
+            reason = f"the model has an embedding for {longest} positions"
+            yield (name,), reason, f"set it to at most {longest}, or raise the model's own"
 
 
 def _global_batch(facts: Facts) -> Findings:
@@ -294,10 +314,21 @@ def _data(facts: Facts) -> Findings:
 
 def _initial_load(facts: Facts) -> Findings:
     checkpoint = facts.config.checkpoint
-    path = checkpoint.initial_load_path
-    if checkpoint.enable and path and not os.path.isdir(path):
-        keys = ("checkpoint.initial_load_path", "checkpoint.enable")
-        yield keys, "no such folder", "give the folder of a saved step"
+    path, in_hf = checkpoint.initial_load_path, checkpoint.initial_load_in_hf
+    if not (checkpoint.enable and path):
+        return
+    keys = (INITIAL_LOAD, IN_HF, "checkpoint.enable")
+    is_hf = os.path.isfile(os.path.join(path, "config.json"))
+    if not os.path.isdir(path):
+        fix = "give a Hugging Face folder" if in_hf else "give the folder of a saved step"
+        yield keys, "no such folder", fix
+    elif in_hf and not is_hf:
+        yield keys, f"there is no config.json in it, and {IN_HF} is set", "give a whole folder"
+    elif is_hf and not in_hf:
+        yield keys, "it is a Hugging Face folder", f"set {IN_HF} to true"
+    elif in_hf and not checkpoint.initial_load_model_only:
+        whole = "checkpoint.initial_load_model_only"
+        yield (whole, *keys), "a Hugging Face folder holds weights alone", "set it to true"
 
 
 def _profiler(facts: Facts) -> Findings:
@@ -316,6 +347,7 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     _split_backward_and_zero_stage,
     _tensor_parallel,
     _sequence_parallel,
+    _learned_positions,
     _global_batch,
     _stages,
     _modules_by_hand,

@@ -50,8 +50,12 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("*.dataset_text_column", {"training.dataset": ("text", *NO_TEXT), "validation.enable": OFF}),
     ("training.dataloader.prefetch_factor", {"training.dataloader.num_workers": (0,)}),
     ("checkpoint.*", {"checkpoint.enable": OFF}),
-    ("checkpoint.initial_load_model_only", {"checkpoint.initial_load_path": ("",)}),
-    ("checkpoint.export_dtype", {"checkpoint.last_save_model_only": OFF}),
+    ("checkpoint.initial_load_*", {"checkpoint.initial_load_path": ("",)}),
+    (
+        "checkpoint.export_dtype",
+        {"checkpoint.last_save_model_only": OFF, "checkpoint.last_save_in_hf": OFF},
+    ),
+    ("model.flavor", {"model.name": ("auto",)}),
     ("*.selective_ac_option", {"activation_checkpoint.mode": ("none", "full")}),
     ("metrics.save_tb_folder", {"metrics.enable_tensorboard": OFF}),
     ("profiling.save_traces_folder", {TRACES: OFF}),
@@ -109,7 +113,8 @@ def _schedule(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _lengths(config: Config, model: ModelShape | None) -> Iterator[tuple[str, str, str]]:
-    longest = math.inf if model is None else model.max_position_embeddings
+    rotates = model is not None and model.layer_type == "attention"
+    longest = model.max_position_embeddings if model is not None and rotates else math.inf
     for name in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
         if get_value(config, name) > longest:
             reason = f"longer than the model's max_position_embeddings {longest}"

@@ -30,7 +30,7 @@ NO_BUDGET = "this version has no memory budget; use activation_checkpoint.mode"
 NO_TORCHFT = "this version has no torchft; remove the key"
 NO_EXTENSION = "this version imports no code by configuration; add a field to a section instead"
 BUILT_IN = "this version decides it by itself; remove the key"
-NO_HUGGING_FACE = "no Hugging Face weights in this version; use checkpoint.initial_load_path"
+NO_QUANTIZED = "no quantized weights are read in this version; convert them first"
 BALANCED = "stages are balanced by cost; to cut by hand: parallelism.module_fqns_per_model_part"
 ONE_WRITER = "this version writes metrics from one rank, reduced over all; remove the key"
 SAME_WEIGHTS = "the same debug.seed gives the same weights on any mesh; remove the key"
@@ -67,7 +67,7 @@ ROWS: tuple[Foreign, ...] = (
     Foreign("*.context_parallel_[!d]*", (*OFF, "headtail", "none", "allgather"), NO_CONTEXT),
     Foreign("parallelism.expert_*", (1, "standard"), NO_EXPERTS),
     # Checkpoints
-    Foreign("checkpoint.*_in_hf*", OFF, NO_HUGGING_FACE),
+    Foreign("checkpoint.*_in_hf_*", OFF, NO_QUANTIZED),
     Foreign("checkpoint.enable_first_step_checkpoint", OFF, "set checkpoint.interval to 1"),
     Foreign("checkpoint.create_seed_checkpoint", OFF, SAME_WEIGHTS),
     Foreign("checkpoint.load_only", OFF, "use checkpoint.initial_load_path"),

@@ -58,7 +58,7 @@ Schedule = Literal[
     "ZBVZeroBubble",
     "DualPipeV",
 ]
-NO_DECAY = ("*norm.weight", "*layernorm.weight", "*.bias", "embed_tokens.weight")
+NO_DECAY = ("*norm.weight", "*layernorm.weight", "*.bias", "embed_*.weight", "*.A_log", "*.D")
 
 
 @dataclass
@@ -82,11 +82,11 @@ class Model:
     """Which model is trained."""
 
     name: Text = "llama3"
-    """Model family."""
+    """Model family; auto: what the config.json in hf_assets_path says, and its size."""
     flavor: Text = "debugmodel"
     """Size within the family."""
     hf_assets_path: str = "./assets/tokenizer"
-    """Folder of the tokenizer: it holds tokenizer.json."""
+    """Folder with tokenizer.json, and with config.json for name = auto."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's own configuration that replace the flavor's, by name."""
 
@@ -253,10 +253,14 @@ class Checkpoint:
     """Step folder that a run starts from while its own folder holds no checkpoint."""
     initial_load_model_only: bool = True
     """Of initial_load_path take the weights alone."""
+    initial_load_in_hf: bool = False
+    """Read initial_load_path as a Hugging Face folder: config.json and safetensors."""
     last_save_model_only: bool = False
     """Save the last step as weights alone; by default it is whole, so that it can be extended."""
+    last_save_in_hf: bool = False
+    """After the last step write the Hugging Face folder step-N-hf too."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the weights that last_save_model_only saves."""
+    """Precision of the weights that last_save_model_only and last_save_in_hf save."""
     exclude_from_loading: list[CheckpointPart] = field(default_factory=list)
     """Parts that a load leaves as they are."""
 

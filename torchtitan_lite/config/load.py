@@ -36,6 +36,7 @@ from torchtitan_lite.config.schema import (
     one_of,
     problem_line,
     set_value,
+    to_toml,
     toml_value,
 )
 
@@ -96,6 +97,17 @@ def load_config(argv: list[str]) -> Config:
     if problems:
         raise ConfigError("\n".join(problem.line for problem in problems))
     return config
+
+
+def save_config(config: Config, path: Path, *, resumed: bool) -> list[str]:
+    """Write the resolved configuration to `path`.
+
+    Returns, for a resumed run, a line for each key whose value is another than `path` said.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    changes = changed_settings(path, config) if resumed and path.exists() else []
+    path.write_text(to_toml(config), encoding="utf-8")
+    return changes
 
 
 def changed_settings(path: Path, config: Config) -> list[str]:
