@@ -38,6 +38,20 @@ def test_less_than_a_row_is_an_error_with_both_numbers(write_shards: WriteShards
         TokenRows(shards, 8)
 
 
+@pytest.mark.parametrize("num_tokens", [2, 9, 10, 12, 13])
+def test_to_the_end_every_token_but_the_first_is_a_label(
+    write_shards: WriteShards, num_tokens: int
+) -> None:
+    shards = TokenShards(write_shards(range(num_tokens), tokens_a_shard=3))
+    rows = TokenRows(shards, 4, to_the_end=True)
+    labels = torch.cat([rows[row][1] for row in range(len(rows))])
+    assert labels[labels != IGNORE_LABEL].tolist() == list(range(1, num_tokens))
+    assert len(labels) == 4 * len(rows) == 4 * -(-(num_tokens - 1) // 4)
+    tokens = torch.cat([rows[row][0] for row in range(len(rows))])
+    assert tokens[labels == IGNORE_LABEL].eq(0).all()
+    assert tokens[: num_tokens - 1].tolist() == list(range(num_tokens - 1))
+
+
 def synthetic(seed: int = 1, ignore_fraction: float = 0.0) -> SyntheticRows:
     return SyntheticRows(61, 64, num_rows=200, seed=seed, ignore_fraction=ignore_fraction)
 

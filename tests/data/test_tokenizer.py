@@ -105,3 +105,71 @@ def test_an_end_token_outside_the_vocabulary_is_an_error(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|none|>"}')
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json.*eos_token '<\|none\|>'"):
         load_tokenizer(folder)
+
+
+# --- bytes of text ------------------------------------------------------------------------------
+
+UNUSUAL = [
+    "",
+    "foo",
+    "  two  spaces \n\n",
+    TEXT,
+    "\u00e9 e\u0301 \U0010ffff \ufeff",
+    "漢" * 9 + "\x7f\x80",
+]
+
+
+def num_bytes(tokenizer: Tokenizer, ids: list[int]) -> int:
+    lengths = tokenizer.byte_lengths()
+    assert lengths is not None and len(lengths) == tokenizer.vocab_size
+    return sum(lengths[id] for id in ids)
+
+
+@pytest.mark.parametrize("text", UNUSUAL)
+def test_the_bytes_of_its_tokens_are_those_of_a_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert num_bytes(tokenizer, [0, *ids, 1]) == len(text.encode())
+    # Where a character is cut in pieces, each piece has its own bytes and no text.
+    assert num_bytes(tokenizer, ids[:5]) + num_bytes(tokenizer, ids[5:]) == len(text.encode())
+
+
+def text_vocabulary(prepend: str) -> Tokenizer:
+    """A tiny vocabulary of text, as SentencePiece makes them: a space is ▁, <0xAB> a byte."""
+    from tokenizers import Tokenizer as Implementation
+    from tokenizers import decoders, models, pre_tokenizers
+
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", "f", "o", "é", "漢", "fo", "▁f", "漢é"]
+    merges = [("f", "o"), ("▁", "f"), ("漢", "é")]
+    implementation = Implementation(
+        models.BPE({word: id for id, word in enumerate(words)}, merges, byte_fallback=True)
+    )
+    implementation.add_special_tokens(["<unk>", "<s>", "</s>"])
+    implementation.add_tokens(["<tool é>"])
+    implementation.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    implementation.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    size = implementation.get_vocab_size()
+    return Tokenizer(implementation, bos_id=1, eos_id=2, vocab_size=size, sha256="")
+
+
+@pytest.mark.parametrize("text", [*UNUSUAL, "漢é<tool é>fo"])
+@pytest.mark.parametrize("prepend", ["never", "first"])
+def test_so_they_are_for_a_vocabulary_of_text(prepend: str, text: str) -> None:
+    tokenizer = text_vocabulary(prepend)
+    ids = tokenizer.encode(text)
+    puts_a_space = prepend == "first" and text[:1] not in ("", " ")
+    assert num_bytes(tokenizer, ids) == len(text.encode()) + puts_a_space
+    if puts_a_space:  # which the begin takes back
+        assert num_bytes(tokenizer, [1, *ids, 2]) == len(text.encode())
+
+
+def test_a_tokenizer_that_loses_text_has_no_bytes(tokenizer: Tokenizer) -> None:
+    from tokenizers import normalizers
+
+    lossy = text_vocabulary("never")
+    lossy.implementation.normalizer = normalizers.Replace("é", "e")
+    assert lossy.byte_lengths() is None
+    lossless = tokenizer.byte_lengths()
+    assert lossless is not None and min(lossless[2:]) == 1

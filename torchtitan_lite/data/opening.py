@@ -19,7 +19,7 @@ def open_sources(config: Config, vocab_size: int) -> tuple[Source, Source | None
     Text is tokenised here, which may take longer than a collective may wait: call it before the
     process group is up. Raises ConfigError for data that is missing, bad or of another vocabulary.
     """
-    training, validation = config.training, config.validation
+    training = config.training
     source = _open(
         config,
         "training",
@@ -28,21 +28,32 @@ def open_sources(config: Config, vocab_size: int) -> tuple[Source, Source | None
         seq_len=training.seq_len,
         vocab_size=vocab_size,
     )
-    if not validation.enable:
-        return source, None
-    held_out = _open(
+    return source, open_held_out(config, vocab_size) if config.validation.enable else None
+
+
+def open_held_out(config: Config, vocab_size: int, *, to_the_end: bool = False) -> Source:
+    """The rows held out, as `open_sources` has them; `to_the_end`: an incomplete last one too."""
+    validation = config.validation
+    return _open(
         config,
         "validation",
         kind=validation.dataset,
         path=validation.dataset_path,
         seq_len=validation_seq_len(config),
         vocab_size=vocab_size,
+        to_the_end=to_the_end,
     )
-    return source, held_out
 
 
 def _open(
-    config: Config, section: str, *, kind: str, path: str, seq_len: int, vocab_size: int
+    config: Config,
+    section: str,
+    *,
+    kind: str,
+    path: str,
+    seq_len: int,
+    vocab_size: int,
+    to_the_end: bool = False,
 ) -> Source:
     if kind == "synthetic":
         seed = config.debug.seed + (section == "validation")
@@ -62,4 +73,4 @@ def _open(
         )
     shards = TokenShards(folder, key=key)
     shards.check_vocabulary(vocab_size)
-    return TokenRows(shards, seq_len, key=f"{key} = {path!r}")
+    return TokenRows(shards, seq_len, to_the_end=to_the_end, key=f"{key} = {path!r}")

@@ -8,7 +8,8 @@ depend on nothing but the row number; order is the loader's affair.
     row 0    tokens t0 t1 t2 t3   labels t1 t2 t3 t4
     row 1    tokens t4 t5 t6 t7   labels t5 t6 t7 t8
 
-Each token of the stream is input once and label once; what is left at the end is less than a row.
+Each token of the stream is input once and label once. What is left at the end is less than a row:
+training leaves it out, an evaluation takes it as a row whose other labels are IGNORE_LABEL.
 
 Proven in tests/data/test_sources.py.
 """
@@ -20,6 +21,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan_lite.config import ConfigError
@@ -39,15 +41,21 @@ class Source(Protocol):
 
 
 class TokenRows:
-    """The stream of token shards cut in rows of `seq_len`."""
+    """The stream of token shards cut in rows of `seq_len`; `to_the_end`: an incomplete one too."""
 
     def __init__(
-        self, shards: TokenShards, seq_len: int, *, key: str = "training.dataset_path"
+        self,
+        shards: TokenShards,
+        seq_len: int,
+        *,
+        to_the_end: bool = False,
+        key: str = "training.dataset_path",
     ) -> None:
         assert seq_len >= 1, f"seq_len = {seq_len}"
         self._shards = shards
         self._seq_len = seq_len
-        self._num_rows = (shards.num_tokens - 1) // seq_len
+        self._num_missing = -(shards.num_tokens - 1) % seq_len if to_the_end else 0
+        self._num_rows = (shards.num_tokens - 1 + self._num_missing) // seq_len
         if self._num_rows < 1:
             raise ConfigError(
                 f"{key}: {shards.num_tokens} tokens, fewer than the {seq_len + 1} of one row with "
@@ -59,8 +67,10 @@ class TokenRows:
 
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:  # each (seq_len,) int64
         start = row * self._seq_len
-        tokens = torch.from_numpy(self._shards.read(start, start + self._seq_len + 1))
-        return tokens[:-1], tokens[1:]
+        missing = self._num_missing if row == self._num_rows - 1 else 0
+        stream = torch.from_numpy(self._shards.read(start, start + self._seq_len + 1 - missing))
+        tokens, labels = stream[:-1], stream[1:]
+        return F.pad(tokens, (0, missing)), F.pad(labels, (0, missing), value=IGNORE_LABEL)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 FILE_NAME = "tokenizer.json"
 # Where bos_token and eos_token are looked up, the first file that has them wins.
 SPECIAL_TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# How a vocabulary of text spells a space, and a byte that no token of text holds.
+SPACE, BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")
+PROBE = "a  b\n\té漢🙂."  # one to four bytes a character
 
 
 @dataclass
@@ -50,12 +54,44 @@ class Tokenizer:
         text: str = self.implementation.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def byte_lengths(self) -> list[int] | None:
+        """How many bytes of UTF-8 text each id stands for; special tokens stand for none.
 
-def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
-    """The tokenizer in the folder `hf_assets_path`; ConfigError if it is missing or broken."""
+        A byte-level vocabulary spells each byte as one character, another one spells text. Over
+        the tokens of a document, begin and end included, the lengths add up to those of its text:
+        where the tokenizer puts a space before each text, the begin takes it back and counts -1.
+        None if they do not add up, as the tokenizer changes text or leaves some of it out.
+        """
+        is_byte_level = "ByteLevel" in repr(self.implementation.decoder)
+        added = self.implementation.get_added_tokens_decoder()
+        lengths = [0] * self.vocab_size
+        for token, id in self.implementation.get_vocab(with_added_tokens=True).items():
+            if not is_byte_level and BYTE.fullmatch(token):
+                lengths[id] = 1
+            elif id in added:  # found in the text as it is spelt
+                lengths[id] = 0 if added[id].special else len(token.encode())
+            elif is_byte_level:
+                lengths[id] = len(token)
+            else:
+                lengths[id] = len(token.replace(SPACE, " ").encode())
+        too_many = sum(lengths[id] for id in self.encode(PROBE)) - len(PROBE.encode())
+        begin = self.eos_id if self.bos_id is None else self.bos_id
+        if too_many == 1 and begin is not None:
+            lengths[begin] = -1
+        return lengths if too_many in (0, 1) else None
+
+
+def load_tokenizer(
+    hf_assets_path: str | Path, *, key: str = "model.hf_assets_path", vocab_size: int | None = None
+) -> Tokenizer:
+    """The tokenizer in the folder `hf_assets_path`, which `key` named.
+
+    Raises ConfigError if it is missing or broken, or if it knows ids that a model of `vocab_size`
+    entries does not.
+    """
     import tokenizers
 
-    file, key = Path(hf_assets_path) / FILE_NAME, f"model.hf_assets_path = {str(hf_assets_path)!r}"
+    file, key = Path(hf_assets_path) / FILE_NAME, f"{key} = {str(hf_assets_path)!r}"
     if not file.is_file():
         raise ConfigError(
             f"{key}: there is no {file.resolve()}; name a folder that has one, or train one with "
@@ -66,7 +102,7 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         # Ids may have gaps, so the largest id counts and not the number of entries.
-        vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        known = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         # `file` is the one that the message names.
         for file in filter(Path.is_file, (file.with_name(name) for name in SPECIAL_TOKEN_FILES)):
             fields = json.loads(file.read_text(encoding="utf-8"))
@@ -83,12 +119,17 @@ def load_tokenizer(hf_assets_path: str | Path) -> Tokenizer:
             f"{key}: {file.resolve()} cannot be used: {' '.join(str(error).split())}; copy it "
             "again from where it came"
         ) from error
+    if vocab_size is not None and known > vocab_size:
+        raise ConfigError(
+            f"{key}: {file.resolve()} knows {known} ids and the model's vocabulary has "
+            f"{vocab_size}; take the tokenizer that the model was trained with"
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return Tokenizer(
         tokenizer,
         bos_id=special.get("bos_token"),
         eos_id=special.get("eos_token"),
-        vocab_size=vocab_size,
+        vocab_size=known,
         sha256=hashlib.sha256(content).hexdigest(),
     )
