@@ -5,6 +5,8 @@
 PYTHON ?= python3
 CONFIG ?= train_configs/debug.toml
 ARGS ?=
+# What the sample of text at the end of `make train` begins with.
+PROMPT ?= It was
 # Ranks on this machine. Empty: one per GPU, or one where there is none.
 NPROC ?=
 
@@ -39,7 +41,10 @@ train: venv ## train CONFIG on NPROC ranks, with ARGS added to the command line
 	    "checkpoints" "$$run/checkpoint/" \
 	    "train on from here" "the same command on any mesh, with a larger --training.steps" \
 	    "" "(the decay of the learning rate then stretches; --lr_scheduler.total_steps fixes it)" \
-	    "start another run" "with another --job.dump_folder"; fi
+	    "start another run" "with another --job.dump_folder" \
+	    "a sample of its text" "(scripts/generate.py, docs/generation.md)"; \
+	    $(BIN)/python scripts/generate.py --checkpoint "$$run/checkpoint" --prompt "$(PROMPT)" \
+	        --max_new_tokens 100 --temperature 0.8 || echo "(no sample of this model)"; fi
 
 test: venv ## run the suite on CPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
