@@ -56,7 +56,13 @@ def run(config: Config, model: ModelConfig) -> int:
         logger.info(json.dumps(to_dict(config), indent=2))
     source, held_out = open_sources(config, model.vocab_size)
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf:
-        export_files(model, Path(config.model.hf_assets_path), dtype=config.checkpoint.export_dtype)
+        assets, dtype = Path(config.model.hf_assets_path), config.checkpoint.export_dtype
+        try:
+            export_files(model, assets, dtype=dtype)
+        except ConfigError as error:
+            lines = str(error).splitlines()
+            key = "checkpoint.last_save_in_hf = true: the model cannot be exported"
+            raise ConfigError("\n".join(f"{key}: {line}" for line in lines)) from None
     folders = {"job.dump_folder": config.job.dump_folder}
     if config.checkpoint.enable:
         folder = os.path.join(config.job.dump_folder, config.checkpoint.folder)

@@ -15,8 +15,9 @@ import logging
 import sys
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.weights import find_weights
+from torchtitan_lite.checkpoint.weights import check_new_folder, find_weights
 from torchtitan_lite.config import ConfigError
+from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.launch import process_group, told
 
 
@@ -33,8 +34,9 @@ def main(argv: list[str]) -> int:
     weights = find_weights(options.hf_path, key="--hf_path")
     if not weights.is_hf:
         raise ConfigError(f"--hf_path = {options.hf_path!r}: it is a step folder already")
-    if (options.output / "step-0").exists():
-        raise ConfigError(f"--output = {str(options.output)!r}: it holds step-0; name another")
+    if (weights.hf_assets_path / "tokenizer.json").is_file():
+        load_tokenizer(weights.hf_assets_path, key="--hf_path", vocab_size=weights.model.vocab_size)
+    check_new_folder(options.output / "step-0", key="--output")
     with process_group():
         from torchtitan_lite.convert import to_step_folder
 

@@ -14,7 +14,7 @@ import logging
 import sys
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.weights import export_files, find_weights
+from torchtitan_lite.checkpoint.weights import check_new_folder, export_files, find_weights
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.launch import process_group, told
 
@@ -42,8 +42,7 @@ def main(argv: list[str]) -> int:
         if getattr(options, name) is None:
             raise ConfigError(f"--{name}: needed, unless --print_keys --hf_path <dir> is asked for")
     weights = find_weights(options.checkpoint, key="--checkpoint")
-    if options.output.exists():
-        raise ConfigError(f"--output = {str(options.output)!r}: it is there already; name another")
+    check_new_folder(options.output, key="--output")
     assets = options.tokenizer or weights.hf_assets_path
     export_files(weights.model, assets, dtype=options.export_dtype)  # a mistake shows here
     with process_group():

@@ -230,7 +230,7 @@ def measure(
     mesh = build_mesh(degrees, device.type, dist.get_rank())
     logger.info(f"mesh {degrees} on {dist.get_world_size()} x {devices.device_name()}")
     model = build_model(config, weights.model, mesh, device, fresh=False)
-    load_weights(weights, model.named_parameters)
+    load_weights(weights, model.stored)
     model.after_update()
     return evaluate(
         model,

@@ -57,7 +57,9 @@ def main(argv: list[str]) -> int:
         key="--tokenizer",
         vocab_size=weights.model.vocab_size,
     )
-    prompts = [(text, encode(text, tokenizer, is_hf=weights.is_hf)) for text in texts_of(options)]
+    prompts = [
+        (text, encode(text, tokenizer, is_hf=weights.step == 0)) for text in texts_of(options)
+    ]
     eos_ids = find_eos_ids(weights, tokenizer)
     config = configure(weights, options.dtype, world_size())
 
@@ -151,8 +153,8 @@ def texts_of(options: argparse.Namespace) -> list[str]:
 def encode(text: str, tokenizer: Tokenizer, *, is_hf: bool) -> list[int]:
     """Token ids of a prompt, begun as the texts that the model was trained on.
 
-    Rows of ours begin with bos, where the tokenizer has one. Of a Hugging Face folder the template
-    in tokenizer.json knows.
+    Rows of ours begin with bos, where the tokenizer has one. Of a Hugging Face folder, and of what
+    was converted from one, the template in tokenizer.json knows.
     """
     if is_hf:
         ids = tokenizer.implementation.encode(text).ids
@@ -160,7 +162,8 @@ def encode(text: str, tokenizer: Tokenizer, *, is_hf: bool) -> list[int]:
         ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)]
     if not ids:
         raise ConfigError(
-            f"prompt {text!r}: it has no tokens, and no token begins a text; give one"
+            f"prompt {text!r}: it has no tokens, and no token begins a text; give one (in a "
+            "--prompt_file each line is a prompt)"
         )
     return list(ids)
 

@@ -54,13 +54,13 @@ def there_and_back(source: Path, target: Path, mesh: Mesh, change: str | None = 
     resolve(config, mesh.world)
     parallel_mesh = build_mesh(Degrees.of(config), "cpu", torch.distributed.get_rank())
     model = build_model(config, weights.model, parallel_mesh, devices.local_device(0), fresh=False)
-    load_weights(weights, model.named_parameters)
+    load_weights(weights, model.stored)
     model.after_update()
-    for name, parameter in model.named_parameters.items():
+    for name, parameter in model.stored.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if name == change and local.numel():
             local.data.flatten()[0] += 1
-    state = model_state(model.named_parameters)
+    state = model_state(model.stored)
     write_hugging_face(target, state, weights.model, hf_assets_path=source, dtype="float32")
 
 
@@ -82,6 +82,16 @@ def test_the_same_tensors_come_back_from_every_mesh(
         ("qwen3", "layers.1.self_attn.k_norm.weight", "model.layers.1.self_attn.k_norm.weight"),
         ("gpt2", "layers.0.self_attn.v_proj.weight", "transformer.h.0.attn.c_attn.weight"),
         ("starcoder2", "layers.1.mlp.down_proj.bias", "model.layers.1.mlp.c_proj.bias"),
+        (
+            "mixtral",
+            "layers.1.mlp.experts.up_proj",
+            "model.layers.1.block_sparse_moe.experts.0.w3.weight",
+        ),
+        (
+            "deepseek_v3",
+            "layers.1.mlp.gate.e_score_correction_bias",
+            "model.layers.1.mlp.gate.e_score_correction_bias",
+        ),
     ],
 )
 def test_a_changed_parameter_changes_its_tensor_and_no_other(
@@ -178,7 +188,7 @@ def test_the_scripts_convert_there_and_back_and_print_the_names(tmp_path: Path) 
     assert "model.layers.0.mlp.up_proj.weight" in done.stdout
     done = run_script("convert_to_hf.py", "--checkpoint", step, "--output", tmp_path / "ours")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "--output" in done.stderr and "is there already" in done.stderr
+    assert "--output" in done.stderr and "it is there already" in done.stderr
 
 
 def damage_index(folder: Path) -> str:

@@ -236,7 +236,7 @@ def test_a_row_ends_where_the_context_does(kind: str, caplog: pytest.LogCaptureF
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a prompt has 65 tokens and the context of the model 64"):
+    with pytest.raises(ConfigError, match="prompt 2 has 65 tokens and the context of the model 64"):
         greedy(decoder_of("plain"), prompts_of([3, 65]))
 
 

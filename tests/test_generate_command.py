@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 
 from scripts.generate import Row, Samples, configure, encode, find_eos_ids, main
 from tests.models.hf import tiny_hf_model
+from torchtitan_lite.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from torchtitan_lite.checkpoint.weights import Weights, find_weights
 from torchtitan_lite.convert import to_step_folder
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -43,7 +44,7 @@ def make_folder(folder: Path, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model as `hf` and as `steps`, and one whose vocabulary is too small."""
+    """The model as `hf`, as `steps` and as a `run` of three steps; and two that are refused."""
     place = tmp_path_factory.mktemp("generate")
     make_folder(place / "hf")
     make_folder(place / "small", vocab_size=2000)
@@ -51,6 +52,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "broken" / "generation_config.json").write_text("[]")
     with process_group():
         to_step_folder(find_weights(place / "hf", key="--hf_path"), place / "steps")
+    shutil.copytree(place / "steps" / "step-0", place / "run" / "step-3")
+    manifest = dataclasses.replace(read_manifest(place / "run" / "step-3"), step=3)
+    (place / "run" / "step-3" / MANIFEST).unlink()
+    write_manifest(place / "run" / "step-3", manifest)
     (place / "prompts.txt").write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     (place / "latin.txt").write_bytes("café".encode("latin-1"))
     (place / "empty.txt").write_text("")
@@ -97,13 +102,13 @@ def test_one_process_and_two_give_what_transformers_gives(
 def test_a_step_gives_what_its_weights_gave_before(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The prompts differ by the bos that begins a document of ours."""
+    """Converted, the same; of a run with these weights, after the bos that begins a document."""
     bos = load_tokenizer(TOKENIZER).implementation.id_to_token(0)
-    ours = result_of(capsys, flags(place, "steps", "--prompt", TEXTS[0]))
-    theirs = result_of(capsys, flags(place, "hf", "--prompt", f"{bos}{TEXTS[0]}"))
-    assert ours[0]["token_ids"] == theirs[0]["token_ids"]
-    without = result_of(capsys, flags(place, "hf", "--prompt", TEXTS[0]))
-    assert ours[0]["token_ids"] != without[0]["token_ids"]
+    converted = result_of(capsys, flags(place, "steps", "--prompt", TEXTS[0]))
+    assert converted == result_of(capsys, flags(place, "hf", "--prompt", TEXTS[0]))
+    trained = result_of(capsys, flags(place, "run", "--prompt", TEXTS[0]))
+    begun = result_of(capsys, flags(place, "hf", "--prompt", f"{bos}{TEXTS[0]}"))
+    assert trained[0]["token_ids"] == begun[0]["token_ids"] != converted[0]["token_ids"]
 
 
 def test_every_option_reaches_it(

@@ -1,8 +1,8 @@
-"""Every factorisation of 8 and 16 over the five axes, every rank of it.
+"""Every factorisation of 8 and 16 over the five axes.
 
 The formula is held against counting: five nested loops, outermost axis first, number the ranks.
-The real build_mesh runs under the fake backend, once for each rank, and its groups are held
-against the sets of ranks that share every other coordinate.
+The real build_mesh runs under the fake backend, on every rank of 8 and some of 16, and its groups
+are held against the sets of ranks that share every other coordinate.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -52,35 +53,57 @@ def members(view: DeviceMesh, axis: str) -> list[int]:
     return dist.get_process_group_ranks(view.get_group(axis))
 
 
+def expected_groups(mesh: ParallelMesh) -> dict[str, list[int]]:
+    """By counting, the group of each axis of each view that this rank belongs to, in its order.
+
+    The replicas are those of the dense view, and of the sparse one.
+    """
+    degrees, rank = mesh.degrees, mesh.rank
+    places = count_places(degrees)
+    stage = ranks_sharing(places, rank, all_but={"dp_replicate", "dp_shard", "cp", "tp"})
+    block = ranks_sharing(places, rank, all_but={"dp_shard", "cp", "tp"})
+    place = block.index(rank)  # in it the last axis, tp, is the fastest, and so is ep
+    first = place - place % degrees.ep
+    groups = {
+        "pp": ranks_sharing(places, rank, all_but={"pp"}),
+        "tp": ranks_sharing(places, rank, all_but={"tp"}),
+        "fsdp": ranks_sharing(places, rank, all_but={"dp_shard", "cp"}),
+        "ep": block[first : first + degrees.ep],
+        "efsdp": block[place % degrees.ep :: degrees.ep],
+        "dp_replicate": ranks_sharing(places, rank, all_but={"dp_replicate"}),
+    }
+    groups["replicas of experts"] = groups["dp_replicate"]
+    if not degrees.sharded:
+        groups |= {"fsdp": [rank], "efsdp": [rank]}
+        groups["dp_replicate"] = [r for r in stage if places[r][-1] == places[rank][-1]]
+        own = stage.index(rank) % degrees.ep
+        groups["replicas of experts"] = stage[own :: degrees.ep]
+    return groups
+
+
 def check_views(mesh: ParallelMesh) -> None:
     """Each view's coordinates and groups are those of the counted place."""
-    degrees, places = mesh.degrees, count_places(mesh.degrees)
-    pp, replicate, shard, cp, tp = places[mesh.rank]
-    hybrid = degrees.dp_replicate > 1
-    names = ("dp_replicate", "fsdp") if hybrid else ("fsdp",)
-    assert mesh.fsdp.mesh_dim_names == names, "an axis of 1 replica costs FSDP an all-reduce"
-
-    coordinates = {"pp": pp, "tp": tp, "fsdp": shard * degrees.cp + cp}
-    sizes = {"pp": degrees.pp, "tp": degrees.tp, "fsdp": degrees.dp_shard * degrees.cp}
-    varying = {"pp": {"pp"}, "tp": {"tp"}, "fsdp": {"dp_shard", "cp"}}
-    views = {"pp": mesh.pp, "tp": mesh.tp, "fsdp": mesh.fsdp}
-    if hybrid:
-        coordinates["dp_replicate"] = replicate
-        sizes["dp_replicate"] = degrees.dp_replicate
-        varying["dp_replicate"] = {"dp_replicate"}
-        views["dp_replicate"] = mesh.fsdp
-    for axis, view in views.items():
-        assert view.get_local_rank(axis) == coordinates[axis], axis
-        expected = ranks_sharing(places, mesh.rank, all_but=varying[axis])
-        assert len(expected) == sizes[axis]
-        assert members(view, axis) == expected, axis
-        assert expected[coordinates[axis]] == mesh.rank, axis
+    groups = expected_groups(mesh)
+    views = {axis: (getattr(mesh, axis), axis) for axis in ("pp", "tp", "fsdp", "ep", "efsdp")}
+    for axis, replicas in (("fsdp", "dp_replicate"), ("efsdp", "replicas of experts")):
+        view: DeviceMesh = getattr(mesh, axis)
+        hybrid = len(groups[replicas]) > 1
+        names = ("dp_replicate", axis) if hybrid else (axis,)
+        assert view.mesh_dim_names == names, "an axis of 1 replica costs FSDP an all-reduce"
+        if hybrid:
+            views[replicas] = view, "dp_replicate"
+    for name, (view, axis) in views.items():
+        assert members(view, axis) == groups[name], name
+        assert groups[name][view.get_local_rank(axis)] == mesh.rank, name
+        degree = getattr(mesh.degrees, name, len(groups[name]))
+        assert name == "dp_replicate" or degree == len(groups[name]), name
 
 
 def without_groups(degrees: Degrees, rank: int) -> ParallelMesh:
     """A mesh of which only the arithmetic is used."""
     nothing: DeviceMesh = None  # type: ignore[assignment]
-    return ParallelMesh(degrees=degrees, rank=rank, pp=nothing, tp=nothing, fsdp=nothing)
+    views = dict.fromkeys(("pp", "tp", "fsdp", "ep", "efsdp"), nothing)
+    return ParallelMesh(degrees=degrees, rank=rank, **views)
 
 
 def test_there_are_35_and_70_factorisations() -> None:
@@ -133,12 +156,43 @@ def test_exactly_one_rank_of_each_tp_group_owns_the_data(world: int) -> None:
         assert set(owners.values()) == {1}
 
 
-@pytest.mark.parametrize("world", [8, 16])
-def test_every_view_of_every_factorisation_agrees_with_the_formula(world: int) -> None:
+@pytest.mark.parametrize(("world", "ranks"), [(8, range(8)), (16, (0, 5, 10, 15))])
+def test_every_view_of_every_factorisation_agrees_with_the_formula(
+    world: int, ranks: Sequence[int]
+) -> None:
     for sizes in factorisations(world):
-        for rank in range(world):
+        for rank in ranks:
             with fake_rank(rank, world):
                 check_views(build_mesh(Degrees(*sizes), "cpu", rank))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_every_degree_of_ep_agrees_with_counting(sharded: bool) -> None:
+    """Sharded, or with all that would be sharded replicated: zero_stage 0."""
+    for sizes in factorisations(8):
+        _, _, shard, cp, tp = sizes
+        for ep in (ep for ep in (1, 2, 4, 8) if shard * cp * tp % ep == 0):
+            degrees = Degrees(*sizes, ep=ep, sharded=sharded)
+            assert degrees.world == 8, "ep is no factor of the world"
+            for rank in (1, 6):
+                with fake_rank(rank, 8):
+                    check_views(build_mesh(degrees, "cpu", rank))
+
+
+def test_ep_is_the_fast_axis_of_the_ranks_that_shard_and_its_neighbours_are_neighbours() -> None:
+    degrees = Degrees(pp=2, dp_shard=4, tp=2, ep=4)
+    with fake_rank(13, 16):
+        mesh = build_mesh(degrees, "cpu", 13)
+        assert members(mesh.ep, "ep") == [12, 13, 14, 15]
+        assert members(mesh.efsdp, "efsdp") == [9, 13]
+        assert members(mesh.tp, "tp") == [12, 13]
+
+
+def test_ep_must_divide_the_ranks_it_is_cut_from() -> None:
+    with pytest.raises(AssertionError, match=r"ep 4 does not divide dp_shard x cp x tp = 6"):
+        Degrees(dp_replicate=4, dp_shard=3, tp=2, ep=4)
+    with pytest.raises(AssertionError, match="ep 2"):
+        Degrees(pp=2, dp_replicate=2, ep=2)
 
 
 def test_cp_is_folded_into_fsdp_as_its_fast_axis() -> None:
@@ -159,6 +213,8 @@ def test_cp_is_folded_into_fsdp_as_its_fast_axis() -> None:
         (Degrees(dp_shard=2, tp=4), Degrees(dp_shard=4, tp=2)),
         (Degrees(pp=2, dp_shard=4), Degrees(dp_shard=4, tp=2)),
         (Degrees(dp_replicate=2, dp_shard=4), Degrees(dp_replicate=4, dp_shard=2)),
+        (Degrees(dp_shard=8, ep=2), Degrees(dp_shard=8, ep=4)),
+        (Degrees(dp_shard=8, ep=4), Degrees(dp_shard=8, ep=4, sharded=False)),
     ],
 )
 def test_a_mesh_with_its_axes_in_another_order_would_be_seen(
@@ -177,7 +233,8 @@ def _talk(degrees: Degrees) -> dict[str, list[int]]:
     mesh = build_mesh(degrees, "cpu", dist.get_rank())
     check_views(mesh)
     heard = {}
-    for axis, view in (("pp", mesh.pp), ("tp", mesh.tp), ("fsdp", mesh.fsdp)):
+    for axis in ("pp", "tp", "fsdp", "ep", "efsdp"):
+        view: DeviceMesh = getattr(mesh, axis)
         group = view.get_group(axis)
         parts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, torch.tensor([mesh.rank]), group=group)
@@ -186,17 +243,14 @@ def _talk(degrees: Degrees) -> dict[str, list[int]]:
 
 
 def test_real_ranks_hear_their_own_groups_and_no_others() -> None:
-    degrees = Degrees(pp=2, dp_replicate=2, tp=2)
-    places = count_places(degrees)
-    varying = {"pp": {"pp"}, "tp": {"tp"}, "fsdp": {"dp_shard", "cp"}}
-    for rank, heard in enumerate(run_ranks(_talk, 8, degrees)):
-        assert heard == {
-            axis: ranks_sharing(places, rank, all_but=axes) for axis, axes in varying.items()
-        }
+    for degrees in (Degrees(pp=2, dp_replicate=2, tp=2), Degrees(dp_shard=4, tp=2, ep=4)):
+        for rank, heard in enumerate(run_ranks(_talk, 8, degrees)):
+            groups = expected_groups(without_groups(degrees, rank))
+            assert heard == {axis: groups[axis] for axis in heard}
 
 
 def _wait_alone(axis: str) -> str:
-    mesh = build_mesh(Degrees(pp=2, dp_shard=2, tp=2), "cpu", dist.get_rank())
+    mesh = build_mesh(Degrees(pp=2, dp_shard=2, tp=2, ep=2), "cpu", dist.get_rank())
     view: DeviceMesh = getattr(mesh, axis)
     group = view.get_group(axis)
     dist.all_reduce(torch.zeros(1), group=group)  # connects the group, within the long limit
@@ -211,7 +265,7 @@ def _wait_alone(axis: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("axis", ["pp", "tp", "fsdp"])
+@pytest.mark.parametrize("axis", ["pp", "tp", "fsdp", "ep", "efsdp"])
 def test_a_rank_that_waits_alone_in_any_group_fails_at_the_limit(axis: str) -> None:
     messages = run_ranks(_wait_alone, 8, axis, timeout=30)
     assert sum("Timed out" in message for message in messages) == 4, messages

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torchtitan_lite.config import Config, num_stages
+from torchtitan_lite.config import Config, ConfigError, num_stages
 from torchtitan_lite.config.derived import V_SCHEDULES
 from torchtitan_lite.loss import GlobalBatchLoss
 from torchtitan_lite.mesh import ParallelMesh
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder, matmul_parameters, module_names
 from torchtitan_lite.models.init import canonical_name, draw_parameter
+from torchtitan_lite.models.moe import Experts
+from torchtitan_lite.ops.grouped import best_kernel
 from torchtitan_lite.parallel.apply import parallelize
 from torchtitan_lite.parallel.data import set_last_micro_batch
 from torchtitan_lite.parallel.pipeline import (
@@ -87,6 +89,15 @@ class ParallelModel:
             loss(self.parts[0](tokens, labels=labels))
 
     @property
+    def stored(self) -> dict[str, Tensor]:
+        """What the weights of this rank are on disk: parameters, and biases of balancing."""
+        named: dict[str, Tensor] = {**self.named_parameters}
+        for part in self.parts:
+            kept = part.state_dict().keys()
+            named |= {name: b for name, b in part.named_buffers() if name in kept}
+        return named
+
+    @property
     def has_loss(self) -> bool:
         """Whether this rank holds the last stage, and with it the loss."""
         return self.pipeline is None or self.pipeline.has_last
@@ -127,11 +138,16 @@ def build_model(
     stages: dict[int, Decoder] = {}
     for index in held:
         with torch.device("meta"):
-            part = Decoder(model_config, modules[index]).to(dtype)
-        _configure_loss(part, config)
+            part = Decoder(model_config, modules[index])
+        for parameter in part.parameters():  # not the buffers, which are sums and counts
+            parameter.data = parameter.data.to(dtype)
+        _configure(part, config, device)
         parallelize(part, mesh, config)
         part.to_empty(device=storage)
         part.tie_weights()  # plain tensors got storage one by one
+        for module in part.modules():  # also where parameters wait in host memory
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
         if fresh:
             initialise(part, seed=config.debug.seed, device=device)
         stages[index] = part
@@ -223,7 +239,18 @@ def initialise(part: Decoder, *, seed: int, device: torch.device) -> None:
         local.copy_(full)
 
 
-def _configure_loss(part: Decoder, config: Config) -> None:
+def _configure(part: Decoder, config: Config, device: torch.device) -> None:
+    kernel, name = config.moe.kernel, config.training.mixed_precision_param
+    for module in part.modules():
+        if isinstance(module, Experts):
+            widths = module.down_proj.shape[1:]
+            if kernel == "grouped" and best_kernel(device, getattr(torch, name), widths) == "loop":
+                raise ConfigError(
+                    f"moe.kernel = grouped: there is none on {device.type} for matrices of "
+                    f"{widths[0]} x {widths[1]} in {name}; each width must be a multiple of 8 in "
+                    "bfloat16 and of 4 in float32 (accelerators: bfloat16 alone); use loop or auto"
+                )
+            module.kernel = kernel
     if part.lm_head is not None:
         part.lm_head.token_loss.num_chunks = config.loss.num_chunks
         part.lm_head.token_loss.z_loss_weight = config.loss.z_loss_weight

@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from torchtitan_lite.checkpoint.weights import Weights, load_weights, write_hugg
 from torchtitan_lite.config import Config, resolve
 from torchtitan_lite.mesh import Degrees, build_mesh
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.decoder import parameter_shapes
+from torchtitan_lite.models.decoder import stored_shapes
 from torchtitan_lite.models.families import regions
 
 
@@ -63,13 +62,13 @@ def _load(weights: Weights, dtype: str) -> Mapping[str, Tensor]:
     devices.set_device(device)
     mesh = build_mesh(Degrees.of(config), device.type, dist.get_rank())
     model = build_model(config, weights.model, mesh, device, fresh=False)
-    load_weights(weights, model.named_parameters)
-    return model_state(model.named_parameters)
+    load_weights(weights, model.stored)
+    return model_state(model.stored)
 
 
 def key_table(config: ModelConfig) -> list[tuple[str, Sequence[int], str]]:
     """(our name, its shape, where its numbers lie on disk) of each parameter of a model."""
-    shapes = parameter_shapes(config)
+    shapes = stored_shapes(config)
     rows: list[tuple[str, Sequence[int], str]] = []
     for name, places in regions(config, shapes).items():
         for place in places:

@@ -136,11 +136,13 @@ def _uniforms(seed: int, num_prompts: int, num_samples: int, steps: int) -> Tens
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
     """ConfigError for a prompt that is longer than the context of the model."""
     assert prompts and all(prompts), "a prompt has at least one token"
-    longest, context = max(map(len, prompts)), _context(config)
-    if longest > context:
-        raise ConfigError(
-            f"a prompt has {longest} tokens and the context of the model {context}; shorten it"
-        )
+    context = _context(config)
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) > context:
+            raise ConfigError(
+                f"prompt {number} has {len(prompt)} tokens and the context of the model {context}; "
+                "shorten it"
+            )
 
 
 def _context(config: ModelConfig) -> float:
@@ -227,6 +229,10 @@ class Cache:
         self.positions = positions
         self.length = 0  # tokens seen
         self.masks: dict[int | None, Tensor | None] = {}  # of this call, by sliding window
+        if decoder.rotary is not None:  # the angles of all positions, computed once
+            places = torch.arange(positions.shape[1], device=positions.device)[None]
+            cos, sin = (angles[0] for angles in decoder.rotary(places))  # (length, 1, head_dim)
+            decoder.rotary.forward = lambda p: (cos[p], sin[p])  # type: ignore[method-assign, assignment]
         for layer in decoder.layers.values():
             if isinstance(layer, MambaLayer):
                 dtype, device = layer.mixer.in_proj.weight.dtype, positions.device
@@ -256,6 +262,8 @@ class Cache:
 
     def detach(self) -> None:
         """Make the decoder forget all of it."""
+        if self.decoder.rotary is not None:
+            del self.decoder.rotary.forward
         for layer in self.decoder.layers.values():
             if isinstance(layer, MambaLayer):
                 layer.mixer.state = None

@@ -51,6 +51,7 @@ from torchtitan_lite.observe.logging import logger
 from torchtitan_lite.observe.metrics import Record
 from torchtitan_lite.observe.report import RunReport, instruments_of
 from torchtitan_lite.ops.dropout import sample_keys
+from torchtitan_lite.optim.balance import ExpertBalance
 from torchtitan_lite.optim.clip import gradient_norm, scale_gradients
 from torchtitan_lite.optim.optimizer import build_optimizer, group_table, set_learning_rate
 from torchtitan_lite.optim.schedule import lr_factor
@@ -88,7 +89,16 @@ class Trainer:
 
         self.model = build_model(config, model_config, self.mesh, self.device)
         self.loss = GlobalBatchLoss(self.device)
-        self.optimizer = self._build_optimizer()
+        user_wrote_no_decay = "optimizer.no_decay" in config.user_set
+        self.optimizer = build_optimizer(
+            self.model.named_parameters,
+            **vars(config.optimizer),
+            all_names=list(parameter_shapes(model_config)),
+            strict_patterns=None if user_wrote_no_decay else (),
+        )
+        self.balance: ExpertBalance | None = None
+        if model_config.num_experts:
+            self.balance = ExpertBalance(self.model.parts, model_config, config, self.device)
         self._log_model()
 
         self.loader = Loader(
@@ -115,25 +125,6 @@ class Trainer:
 
     # --- building -----------------------------------------------------------------------------
 
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        options = self.config.optimizer
-        user_wrote_no_decay = "optimizer.no_decay" in self.config.user_set
-        return build_optimizer(
-            self.model.named_parameters,
-            name=options.name,
-            lr=options.lr,
-            beta1=options.beta1,
-            beta2=options.beta2,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            momentum=options.momentum,
-            implementation=options.implementation,
-            no_decay=options.no_decay,
-            lr_multipliers=options.lr_multipliers,
-            all_names=list(parameter_shapes(self.model.config)),
-            strict_patterns=None if user_wrote_no_decay else (),
-        )
-
     def _log_model(self) -> None:
         if self.model.pipeline is not None:
             for index, modules in enumerate(self.model.stages):
@@ -147,12 +138,16 @@ class Trainer:
         """Train on the next global batch; return its grad_norm and lr, and whether it counted."""
         with self.timer.waiting_for_data():
             batch = next(self.loader)
+        if self.balance is not None:
+            self.balance.begin()
         self.forward_backward(batch)
         norm = self.gradient_norm()
         learning_rate = self.learning_rate(self.step)
         applied = math.isfinite(norm)
         if applied:
             self._apply_gradients(norm, learning_rate)
+        if self.balance is not None:
+            self.balance.end(applied=applied)
         self.optimizer.zero_grad()
         self.step += 1
         training = self.config.training
@@ -300,6 +295,8 @@ class Trainer:
         record |= {"loss": loss[1], "loss_max": largest}
         if self.config.loss.z_loss_weight:
             record["z_loss"] = self.config.loss.z_loss_weight * loss[2]
+        if self.balance is not None:
+            record |= self.balance.report()
         record |= {"tokens_seen": self.tokens_seen, **self.timer.read()}
         record |= {"memory_gib": devices.memory_gib(), "skipped_steps": self.skipped_steps}
         return record
@@ -323,7 +320,8 @@ class Trainer:
     def _state(self) -> State:
         """Everything a run needs to go on, sharing memory with it where it is a tensor."""
         return {
-            **model_state(self.model.named_parameters),
+            **model_state(self.model.stored),
+            **({} if self.balance is None else {"trainer.expert_shares": self.balance.shares}),
             **optimizer_state(self.optimizer, self.model.named_parameters),
             **train_state(
                 {
@@ -346,7 +344,7 @@ class Trainer:
         if last and options.last_save_in_hf:
             write_hugging_face(
                 self.checkpoints.folder / f"step-{self.step}-hf",
-                model_state(self.model.named_parameters),
+                model_state(self.model.stored),
                 self.model.config,
                 hf_assets_path=Path(self.config.model.hf_assets_path),
                 dtype=options.export_dtype,
@@ -380,7 +378,7 @@ class Trainer:
                 )
                 self._restore(state)
             elif "model" not in exclude:
-                load_weights(weights, self.model.named_parameters, config=self.model.config)
+                load_weights(weights, self.model.stored, config=self.model.config)
         else:
             logger.info("no checkpoint to load: fresh weights")
         self.model.after_update()

@@ -19,6 +19,8 @@ class Shape:
     max_position_embeddings: int = 2048
     layer_type: str = "attention"
     learned_positions: bool = False
+    num_experts: int = 0
+    router_bias: bool = False
 
 
 SYNTHETIC = ["--training.dataset", "synthetic"]

@@ -34,10 +34,11 @@ def test_batch_ranks_of_an_unresolved_configuration_are_an_error_of_ours() -> No
         _ = Config().parallelism.batch_ranks
 
 
-def test_zero_stage_0_turns_shard_ranks_into_replicas() -> None:
+def test_zero_stage_0_leaves_the_degrees_as_they_are_written() -> None:
+    """Experts are shared out over shard ranks also where nothing is sharded."""
     config = checked([*degrees(dr=2, tp=2), "--parallelism.zero_stage=0"], world=16)
-    assert config.parallelism.data_parallel_replicate_degree == 8
-    assert config.parallelism.data_parallel_shard_degree == 1
+    assert config.parallelism.data_parallel_replicate_degree == 2
+    assert config.parallelism.data_parallel_shard_degree == 4
     assert config.parallelism.batch_ranks == 8
 
 

@@ -24,13 +24,14 @@ training: mixed_precision_param mixed_precision_reduce dataset dataset_path data
 training: token_cache enable_cpu_offload gc_freq max_skipped_steps
 training.dataloader: num_workers prefetch_factor
 loss: num_chunks z_loss_weight
+moe: aux_loss_weight aux_loss_form z_loss_weight bias_update_speed kernel
 optimizer: name lr beta1 beta2 eps weight_decay momentum implementation no_decay lr_multipliers
 lr_scheduler: warmup_steps total_steps decay_ratio decay_type min_lr_factor
 parallelism: pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_microbatch_size
 parallelism: pipeline_parallel_layers_per_stage module_fqns_per_model_part
 parallelism: data_parallel_replicate_degree data_parallel_shard_degree zero_stage
 parallelism: fsdp_reshard_after_forward context_parallel_degree tensor_parallel_degree
-parallelism: enable_sequence_parallel disable_loss_parallel
+parallelism: enable_sequence_parallel disable_loss_parallel expert_parallel_degree
 checkpoint: enable folder interval load_step keep_latest_k async_mode initial_load_path
 checkpoint: initial_load_model_only initial_load_in_hf last_save_model_only last_save_in_hf
 checkpoint: export_dtype exclude_from_loading
@@ -57,6 +58,9 @@ OUTSIDE_AND_ON = {
     "training.norm_type": (["0", "3", "1.5", "-inf"], ["1", "2", "inf"]),
     "training.dataloader.num_workers": (["-1"], ["0"]),
     "loss.z_loss_weight": (["-0.1", "inf"], ["0"]),
+    "moe.aux_loss_weight": (["-0.1", "inf"], ["0"]),
+    "moe.z_loss_weight": (["-0.1", "inf"], ["0"]),
+    "moe.bias_update_speed": (["-0.1", "inf"], ["0"]),
     "optimizer.lr": (["0", "-1e-3", "inf"], ["1e-9", ".5"]),
     "training.local_batch_size": (["0", "-2"], ["1"]),
     "optimizer.beta1": (["1", "-0.1"], ["0"]),

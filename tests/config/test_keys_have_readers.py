@@ -2,8 +2,10 @@
 
 A reader is an attribute access that names the section and the key (`config.training.steps`), or
 the key of a name that was bound to the section in the same function (`options =
-self.config.optimizer; options.lr`). Keys that follow from others are read in derived.py for the
-trainer, by the functions that the trainer calls.
+self.config.optimizer; options.lr`). A section that is handed over whole, as in
+`f(**vars(config.section))`, is read whole: a function takes no argument that it does not name.
+Keys that follow from others are read in derived.py for the trainer, by the functions that the
+trainer calls.
 """
 
 from __future__ import annotations
@@ -47,6 +49,10 @@ def keys_read(text: str) -> Iterator[str]:
     for function in (node for node in ast.walk(ast.parse(text)) if isinstance(node, functions)):
         bound = _bindings(function)
         for node in ast.walk(function):
+            if isinstance(node, ast.keyword) and node.arg is None:
+                handed_over = _dotted(getattr(node.value, "args", [node])[0])
+                section = handed_over.rpartition("config.")[2]
+                yield from (key for key in all_keys() if section and key.startswith(f"{section}."))
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 first, _, rest = _dotted(node).partition(".")
                 parts = f"{bound.get(first, first)}.{rest}".split(".")

@@ -1,4 +1,4 @@
-"""What must hold between a configuration and the kind of its model, or the weights it begins with."""
+"""What must hold between a configuration and its model, or the weights that it begins with."""
 
 from __future__ import annotations
 
@@ -49,3 +49,43 @@ def test_the_kind_of_folder_and_the_key_agree(tmp_path: Path) -> None:
     (line,) = problems([*in_hf, "--checkpoint.no_initial_load_model_only"])
     assert line.startswith("checkpoint.initial_load_model_only = false")
     assert "holds weights alone" in line
+
+
+EXPERTS = Shape(num_experts=8)
+
+
+def test_experts_are_shared_among_ranks_that_divide_them() -> None:
+    (line,) = problems(
+        [*degrees(), "--parallelism.expert_parallel_degree=3"], world=6, shape=EXPERTS
+    )
+    assert line.startswith("parallelism.expert_parallel_degree = 3")
+    assert line.endswith("3 does not divide the model's 8 experts; set it to 1, 2, 4 or 8")
+    argv = [*degrees(pp=2, tp=2), "--parallelism.expert_parallel_degree=8"]
+    (line,) = problems(argv, world=8, shape=EXPERTS)
+    assert "dp_shard x cp x tp = 4 ranks, which 8 does not divide" in line
+    assert line.endswith("set it to 1, 2 or 4")
+    assert (
+        problems([*argv[:-1], "--parallelism.expert_parallel_degree=4"], world=8, shape=EXPERTS)
+        == []
+    )
+    (line,) = problems(["--parallelism.expert_parallel_degree=2"], world=2)
+    assert "the model has no experts to share among 2 ranks" in line
+
+
+def test_keys_of_experts_act_where_there_are_some() -> None:
+    argv = ["--moe.aux_loss_weight=0.1", "--moe.aux_loss_form=global"]
+    assert warnings(argv, shape=EXPERTS) == []
+    assert len(warnings(argv)) == 2 and all("has no experts" in line for line in warnings(argv))
+    (line,) = warnings(argv[1:], shape=EXPERTS)
+    assert line.endswith("has no effect; moe.aux_loss_weight is 0.0")
+    speed = ["--moe.bias_update_speed=0.01"]
+    (line,) = warnings(speed, shape=EXPERTS)
+    assert "routers have no bias" in line
+    assert warnings(speed, shape=Shape(num_experts=8, router_bias=True)) == []
+
+
+def test_tensor_parallel_ranks_share_the_experts() -> None:
+    argv = [*degrees(tp=2), "--parallelism.zero_stage=1"]
+    assert warnings(argv, world=2, shape=EXPERTS) == []
+    (line,) = warnings(argv, world=2)
+    assert "there is one rank to share" in line

@@ -20,11 +20,13 @@ from tests.models.hf import (
     VOCAB_SIZE,
     WINDOW,
     fill,
+    named_weights,
     ours_from,
+    saved,
     some_tokens,
     tiny_hf_model,
 )
-from torchtitan_lite.models.decoder import Decoder, parameter_shapes
+from torchtitan_lite.models.decoder import Decoder, stored_shapes
 from torchtitan_lite.models.families import family_of, regions
 
 TOLERANCE = 1e-5
@@ -143,13 +145,12 @@ def test_the_oracle_of_packed_documents_runs_each_alone(family: str) -> None:
 def test_regions_cover_every_number_once(family: str, is_tied: bool) -> None:
     """Of each stored tensor, and of each parameter but the padded rows of the vocabulary."""
     theirs, ours = both(family, tie_word_embeddings=is_tied)
-    stored = {name: t.shape for name, t in theirs.state_dict().items()}
-    if is_tied:
-        del stored["lm_head.weight"]
+    stored = {name: t.shape for name, t in saved(theirs).items()}
+    assert ("lm_head.weight" in stored) == (not is_tied)
     uses = {name: torch.zeros(shape, dtype=torch.int) for name, shape in stored.items()}
-    shapes = parameter_shapes(ours.config)
+    shapes = stored_shapes(ours.config)
     places = regions(ours.config, shapes)
-    assert places.keys() == shapes.keys() == dict(ours.named_parameters()).keys()
+    assert places.keys() == shapes.keys() == named_weights(ours).keys()
     for name, found in places.items():
         held = torch.zeros(shapes[name], dtype=torch.int)
         for region in found:
@@ -165,13 +166,13 @@ def test_the_prefix_is_on_all_tensors_but_the_head(family: str) -> None:
     theirs, ours = both(family, tie_word_embeddings=False)
     prefix = family_of(ours.config).prefix
     assert prefix == theirs.base_model_prefix + "."
-    names = set(theirs.state_dict())
+    names = set(saved(theirs))
     assert {name for name in names if not name.startswith(prefix)} == {"lm_head.weight"}
 
 
 def test_a_wrong_offset_in_the_fused_projection_would_be_seen() -> None:
     theirs, ours = both("gpt2")
-    places = regions(ours.config, parameter_shapes(ours.config))
+    places = regions(ours.config, stored_shapes(ours.config))
     (region,) = places["layers.1.self_attn.k_proj.weight"]
     rows, columns = region.theirs
     moved = slice(columns.start + 1, columns.stop + 1)
@@ -182,7 +183,7 @@ def test_a_wrong_offset_in_the_fused_projection_would_be_seen() -> None:
 
 def test_an_untransposed_square_weight_would_be_seen() -> None:
     theirs, ours = both("gpt2")
-    places = regions(ours.config, parameter_shapes(ours.config))
+    places = regions(ours.config, stored_shapes(ours.config))
     (region,) = places["layers.1.self_attn.o_proj.weight"]
     places["layers.1.self_attn.o_proj.weight"] = [region._replace(transposed=False)]
     fill(ours, theirs.state_dict(), places)

@@ -2,8 +2,8 @@
 
 Counted on the meta device, without the rows that pad the vocabulary. The published numbers are
 those of the safetensors index of each release: its bytes by those of a number. A tied head is
-counted once. What a count cannot see is compared with each release's config.json below, and for
-one size a family with the whole file in test_hf_config.py.
+counted once, the bias of a router as a parameter. What a count cannot see is compared with each
+release's config.json below, and for one size a family with the whole file in test_hf_config.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.hf import named_weights
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.decoder import Decoder
+from torchtitan_lite.models.decoder import stored_shapes
 from torchtitan_lite.models.families import FLAVORS, config_to_hf
 
 PUBLISHED = {
@@ -55,17 +56,24 @@ PUBLISHED = {
     ("mamba", "790M"): 793_204_224,
     ("mamba", "1.4B"): 1_372_178_432,
     ("mamba", "2.8B"): 2_768_345_600,
+    ("mixtral", "8x7B"): 46_702_792_704,
+    ("mixtral", "8x22B"): 140_620_634_112,
+    ("qwen2_moe", "A2.7B"): 14_315_784_192,
+    ("qwen2_moe", "57B-A14B"): 57_408_658_944,
+    ("qwen3_moe", "30B-A3B"): 30_532_122_624,
+    ("qwen3_moe", "235B-A22B"): 235_093_634_560,
+    # Its index has 1,728 more: 864 rotary frequencies in fp32, counted by the bytes of bf16.
+    ("deepseek_v3", "16B"): 15_960_110_208,
 }
 SMALLEST = dict(reversed(PUBLISHED))
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Of the model as published: every parameter once, padded rows not at all."""
-    with torch.device("meta"):
-        model = Decoder(config)
     padding = config.padded_vocab_size - config.vocab_size
     tables = 1 if config.tie_word_embeddings else 2
-    return sum(p.numel() for p in model.parameters()) - tables * padding * config.hidden_size
+    stored = sum(shape.numel() for shape in stored_shapes(config).values())
+    return stored - tables * padding * config.hidden_size
 
 
 def by_formula(config: ModelConfig) -> int:
@@ -85,7 +93,7 @@ def in_transformers(config: ModelConfig) -> int:
         model = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(**content)
         )
-    return sum(p.numel() for p in model.parameters())
+    return sum(p.numel() for p in named_weights(model).values())
 
 
 def test_every_flavor_but_the_laptops_has_a_published_number() -> None:
@@ -168,6 +176,28 @@ def test_the_rotary_frequencies_are_those_of_each_release() -> None:
         ("mamba", "rms_norm_eps", 1e-5),
         ("mamba", "residual_in_fp32", True),
         ("mamba", "time_step_rank", [48, 64, 96, 128, 160]),
+        ("mixtral", "num_experts_per_tok", 2),
+        ("mixtral", "norm_topk_prob", True),
+        ("mixtral", "rope_theta", 1_000_000),
+        ("mixtral", "max_position_embeddings", [32768, 65536]),
+        ("mixtral", "rms_norm_eps", 1e-5),
+        ("qwen2_moe", "num_experts_per_tok", [4, 8]),
+        ("qwen2_moe", "norm_topk_prob", False),
+        ("qwen2_moe", "rope_theta", 1_000_000),
+        ("qwen2_moe", "rms_norm_eps", 1e-6),
+        ("qwen2_moe", "max_position_embeddings", [8192, 131072]),
+        ("qwen3_moe", "num_experts_per_tok", 8),
+        ("qwen3_moe", "norm_topk_prob", True),
+        ("qwen3_moe", "rope_theta", 1_000_000),
+        ("qwen3_moe", "rms_norm_eps", 1e-6),
+        ("deepseek_v3", "num_experts_per_tok", 6),
+        ("deepseek_v3", "router_scores", "sigmoid"),
+        ("deepseek_v3", "norm_topk_prob", True),
+        ("deepseek_v3", "routed_scaling_factor", 2.446),
+        ("deepseek_v3", "n_group", 1),
+        ("deepseek_v3", "rope_theta", 50_000),
+        ("deepseek_v3", "rope_interleave", True),
+        ("deepseek_v3", "rms_norm_eps", 1e-5),
     ],
 )
 def test_what_a_count_does_not_see_is_that_of_each_release(
@@ -178,8 +208,17 @@ def test_what_a_count_does_not_see_is_that_of_each_release(
 
 
 @pytest.mark.parametrize("name", [name for name in FLAVORS if name != "llama2"])
-def test_the_laptops_flavors_have_about_five_million_and_drop_nothing(name: str) -> None:
+def test_the_laptops_flavors_are_small_and_drop_nothing(name: str) -> None:
     config = FLAVORS[name]["debugmodel"]
-    assert 4.5e6 < num_parameters(config) < 6.5e6
+    assert 4.5e6 < num_parameters(config) < (8e6 if config.num_experts else 6.5e6)
     assert config.vocab_size == 2048 and config.max_position_embeddings == 2048
     assert not config.has_dropout
+
+
+def test_the_laptops_flavors_with_experts_have_eight_and_a_token_goes_to_two() -> None:
+    found = [c for c in (f.get("debugmodel") for f in FLAVORS.values()) if c and c.num_experts]
+    assert len(found) == 4
+    assert {(c.num_experts, c.num_experts_per_tok) for c in found} == {(8, 2)}
+    config = FLAVORS["deepseek_v3"]["debugmodel"]
+    assert config.first_k_dense_replace == 1 and config.n_group == 1
+    assert config.shared_expert_intermediate_size == config.moe_intermediate_size, "one of them"

@@ -81,6 +81,16 @@ OTHER = {
     "pad_token_id": 3,
     "n_inner": 64,
     "sliding_window": 3,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 3,
+    "n_group": 2,
+    "topk_group": 3,
+}
+# Keys of which none can change alone.
+TOGETHER: dict[tuple[str, str], dict[str, Any]] = {
+    ("deepseek_v3", "num_attention_heads"): {"num_key_value_heads": 12},
+    ("deepseek_v3", "qk_rope_head_dim"): {"head_dim": 12, "qk_head_dim": 22},
+    ("deepseek_v3", "qk_nope_head_dim"): {"qk_head_dim": 26},
 }
 REFUSED = {
     "llama": {"pretraining_tp"},
@@ -92,6 +102,9 @@ REFUSED = {
         "add_cross_attention",
     },
     "mamba": {"hidden_act"},
+    "mixtral": {"router_jitter_noise"},
+    "qwen2_moe": {"use_sliding_window", "layer_types"},
+    "deepseek_v3": {"head_dim", "qk_head_dim", "num_key_value_heads"},
 }
 ROPE_SCALING = {
     "rope_type": "llama3",
@@ -138,7 +151,7 @@ def test_a_changed_key_is_refused_by_name_or_gives_transformers_logits(
     harmless = {}
     # Of no effect on logits, too, but transformers cannot run with return_dict = False itself.
     for name in values.keys() - {"model_type", "return_dict"}:
-        changed = {**base, name: values[name]}
+        changed = {**base, name: values[name], **TOGETHER.get((family, name), {})}
         if name in REFUSED.get(family, set()) | {"is_encoder_decoder"}:
             (line,) = refusal(tmp_path, changed)
             assert line.startswith(f"{name} = ")
@@ -167,9 +180,10 @@ def test_keys_of_other_versions_that_are_left_alone_are_harmless(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_that_is_honoured_is_one_of_transformers(family: str) -> None:
-    """So that the walk above meets it; the rotary ones have another spelling since version 5."""
-    ours = set(family_of(ModelConfig(model_type=family)).keys)
-    assert ours - set(full_content(family)) <= {"rope_theta", "rope_scaling", "head_dim"}
+    """So that the walk above meets it; some have another spelling since version 5."""
+    ours = family_of(ModelConfig(model_type=family))
+    respelled = {"rope_theta", "rope_scaling", "head_dim", *ours.aliases.values()}
+    assert set(ours.keys) - set(full_content(family)) <= respelled
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -178,7 +192,7 @@ def test_an_absent_key_has_transformers_default(family: str, tmp_path: Path) -> 
     sizes |= {"num_attention_heads", "n_embd", "n_layer", "n_head", "pad_token_id"}
     content = {name: value for name, value in full_content(family).items() if name in sizes}
     if family != "gpt2":  # a multiple of every default of num_key_value_heads
-        content |= {"num_attention_heads": 32, "hidden_size": 64}
+        content |= {"num_attention_heads": 128, "hidden_size": 256}
     if family == "mamba":
         del content["num_attention_heads"], content["intermediate_size"]
     content["model_type"] = family
@@ -375,7 +389,7 @@ def test_no_file_is_one_line_with_its_name(tmp_path: Path) -> None:
         ('{"model_type": "llama"', "line 1"),
         ("[1, 2]", "model_type None"),
         ("{}", "model_type None is unknown"),
-        ({"model_type": "qwen2_moe"}, "did you mean 'qwen2'?"),
+        ({"model_type": "qwen2_vl"}, "did you mean 'qwen2'?"),
         ({"model_type": ["llama"]}, "is unknown"),
         ({"model_type": "bert"}, "choose from llama, mistral, qwen2, qwen3, smollm3, starcoder2"),
     ],
@@ -607,6 +621,152 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
         "use_cache": True,
         "use_conv_bias": True,
         "vocab_size": 50280,
+    },
+    ("mixtral", "8x7B"): {
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    ("qwen2_moe", "57B-A14B"): {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 2560,
+        "norm_topk_prob": False,
+        "num_attention_heads": 28,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 20480,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    ("qwen3_moe", "30B-A3B"): {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    ("deepseek_v3", "16B"): {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584,
+        "eos_token_id": 163585,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 11264,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 8192,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "num_nextn_predict_layers": 0,
+        "pretraining_tp": 1,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.446,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.46.3",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
     },
 }
 

@@ -57,7 +57,13 @@ COLLECTIVES: dict[str, tuple[Apply, Whole, bool]] = {
         lambda xs, dim: [_sum_of(xs)],
         False,
     ),
+    "keep_slice": (
+        lambda x, dim, group: collectives.keep_slice(x, dim=dim, group=group),
+        lambda xs, dim: list(xs[0].chunk(len(xs), dim)),
+        True,
+    ),
 }
+WHOLE = ("copy_to_ranks", "keep_slice")  # they take what every rank holds
 DIMS = (0, 1, -1)
 
 
@@ -67,8 +73,7 @@ def _integers(shape: torch.Size | tuple[int, ...], seed: int) -> Tensor:
 
 
 def _input(name: str, rank: int) -> Tensor:
-    """copy_to_ranks takes what every rank holds; the others each rank's own."""
-    return _integers(SHAPE, 0 if name == "copy_to_ranks" else rank).requires_grad_()
+    return _integers(SHAPE, 0 if name in WHOLE else rank).requires_grad_()
 
 
 def _upstream(name: str, rank: int, shape: torch.Size) -> Tensor:
@@ -104,7 +109,7 @@ def _expected(name: str, dim: int, world_size: int) -> tuple[list[Tensor], list[
     loss = sum((y * _upstream(name, rank, y.shape)).sum() for rank, y in enumerate(ys))
     grads = torch.autograd.grad(loss, xs, allow_unused=True)  # type: ignore[arg-type]
     outputs = ys if len(ys) == world_size else ys * world_size
-    if name == "copy_to_ranks":
+    if name in WHOLE:
         grads = (grads[0],) * world_size
     return outputs, list(grads)
 
@@ -151,6 +156,52 @@ def test_a_broadcast_gradient_is_taken() -> None:
     for grads in run_ranks(_broadcast_gradient, 2):
         for name, grad in zip(COLLECTIVES, grads, strict=True):
             assert torch.equal(grad, torch.full(SHAPE, 2.0 if name in summed else 1.0)), name
+
+
+# --- rows to whom they belong -----------------------------------------------------------------
+
+# How many rows rank i sends to rank j: uneven; none to, and none from, some rank; none at all.
+ROWS: dict[str, Callable[[int, int], int]] = {
+    "uneven": lambda i, j: (3 * i + 2 * j + 1) % 5,
+    "all to rank 1": lambda i, j: (i + 2) * (j == 1),
+    "all from rank 1": lambda i, j: (j + 1) * (i == 1),
+    "none": lambda i, j: 0,
+}
+
+
+def _sent(name: str, rank: int, size: int) -> list[int]:
+    return [ROWS[name](rank, other) for other in range(size)]
+
+
+def _exchanged() -> dict[str, tuple[Tensor, Tensor]]:
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    found = {}
+    for name in ROWS:
+        send = _sent(name, rank, size)
+        receive = [_sent(name, other, size)[rank] for other in range(size)]
+        x = _integers((3, sum(send)), rank).requires_grad_()
+        y = collectives.all_to_all(x.T, send=send, receive=receive, group=group)
+        upstream = _integers((3, sum(receive)), 100 + rank).T
+        (grad,) = torch.autograd.grad(y, x, upstream)
+        found[name] = (y.detach(), grad)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_and_their_gradients_cross_whatever_their_number(size: int) -> None:
+    ranks = run_ranks(_exchanged, size)
+    for name in ROWS:
+        sent = [_sent(name, rank, size) for rank in range(size)]
+        xs = [_integers((3, sum(sent[rank])), rank).T.requires_grad_() for rank in range(size)]
+        blocks = [x.split(own) for x, own in zip(xs, sent, strict=True)]
+        ys = [torch.cat([of_rank[rank] for of_rank in blocks]) for rank in range(size)]
+        loss = sum((y * _integers((3, len(y)), 100 + r).T).sum() for r, y in enumerate(ys))
+        grads = torch.autograd.grad(loss, xs)  # type: ignore[arg-type]
+        for rank, found in enumerate(ranks):
+            y, grad = found[name]
+            assert torch.equal(y, ys[rank].detach()), name
+            assert torch.equal(grad.T, grads[rank]), name
 
 
 def _uneven_scatter() -> str:

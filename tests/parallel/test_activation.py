@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
+from torchtitan_lite.models.moe import Router
 from torchtitan_lite.parallel import activation
 from torchtitan_lite.parallel.activation import apply_activation_checkpointing
 
@@ -47,6 +48,7 @@ NONE, FULL, EVERY_2ND, EVERY_3RD, PER_OP = (
 MODES = [NONE, FULL, EVERY_2ND, EVERY_3RD, PER_OP]
 
 MATMUL = torch.ops.aten.mm.default
+OF_EXPERTS = torch.ops.aten._grouped_mm.default
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -88,9 +90,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def make(mode: tuple[str, str], num_layers: int = 4, modules: list[str] | None = None) -> Decoder:
+def make(
+    mode: tuple[str, str], num_layers: int = 4, modules: list[str] | None = None, **changes: int
+) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(dataclasses.replace(CONFIG, num_hidden_layers=num_layers), modules)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=num_layers, **changes)  # type: ignore[arg-type]
+    model = Decoder(config, modules)
     apply_activation_checkpointing(model, mode=mode[0], selective_option=mode[1])
     return model
 
@@ -158,6 +163,61 @@ def test_an_attention_operator_missing_from_the_list_would_be_seen(
 ) -> None:
     monkeypatch.setattr(activation, "_DEAR", activation._DEAR - {ATTENTION})
     assert run_backward(make(PER_OP))[ATTENTION] == 4
+
+
+# --- a mixture of experts ---------------------------------------------------------------------
+
+# Of a layer's q k v o, router, gate up down of the experts every second is kept: not the experts'
+# up. Recomputation goes on to the last of them, which the weights of the router multiply.
+EXPERTS_AGAIN = {NONE: 0, FULL: 4 * 3, EVERY_2ND: 2 * 3, EVERY_3RD: 2 * 3, PER_OP: 4 * 1}
+
+
+def make_mixture(mode: tuple[str, str]) -> tuple[Decoder, list[Router]]:
+    model = make(mode, num_experts=6, moe_intermediate_size=16)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for parameter in model.parameters():
+        if parameter.dim() == 3:
+            torch.nn.init.normal_(parameter, std=0.02)
+    for router in routers:
+        torch.nn.init.normal_(router.weight)
+        router.balance.z_weight = 0.1
+    return model, routers
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_a_router_counts_each_token_once_and_goes_on_counting(mode: tuple[str, str]) -> None:
+    model, routers = make_mixture(mode)
+    for counting in (True, False, True):
+        for router in routers:
+            router.is_counting = counting
+            router.counts.zero_()
+            router.losses.zero_()
+        loss = model(_tokens(), labels=_tokens())[0]
+        counted = [(router.counts.clone(), router.losses.clone()) for router in routers]
+        loss.backward()
+        for router, (counts, losses) in zip(routers, counted, strict=True):
+            assert int(counts.sum()) == counting * TOKENS * model.config.num_experts_per_tok
+            assert torch.equal(router.counts, counts) and torch.equal(router.losses, losses)
+            assert router.is_counting == counting
+
+
+def test_a_router_that_counts_while_computed_again_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activation, "_computed_again", lambda layer, context: context)
+    with pytest.raises(AssertionError):
+        test_a_router_counts_each_token_once_and_goes_on_counting(PER_OP)
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_the_products_of_experts_are_matmuls_like_any(mode: tuple[str, str]) -> None:
+    plain, _ = make_mixture(NONE)
+    model, _ = make_mixture(mode)
+    run_backward(plain)
+    assert run_backward(model)[OF_EXPERTS] == 4 * 6 + EXPERTS_AGAIN[mode]
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 # --- what is kept -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torchtitan_lite.loss import GlobalBatchLoss
 from torchtitan_lite.mesh import ParallelMesh
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.layers import LMHead
+from torchtitan_lite.models.moe import Router
 from torchtitan_lite.parallel import tensor
 from torchtitan_lite.trainer import Trainer
 
@@ -46,6 +48,7 @@ OPERATIONS = {
     "reduce_scatter_tensor": "scatter",
     "allreduce_": "reduce",
     "all_reduce": "reduce",
+    "all_to_all_single": "exchange",
     "send": "send",
     "recv_": "receive",
 }
@@ -57,8 +60,9 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
-        views = (("pp", mesh.pp), ("tp", mesh.tp), *((name, mesh.fsdp) for name in _axes(mesh)))
-        self.axes = {str(view.get_group(axis).group_name): axis for axis, view in views}
+        views = (mesh.pp, mesh.tp, mesh.fsdp, mesh.ep, mesh.efsdp)
+        axes = [(axis, view) for view in views for axis in view.mesh_dim_names or ()]
+        self.axes = {str(view.get_group(axis).group_name): axis for axis, view in axes}
         self.axes[str(dist.group.WORLD.group_name)] = "world"  # type: ignore[union-attr]
         self.counts: Counter[tuple[str, str, str]] = Counter()
 
@@ -69,11 +73,6 @@ class CollectiveCounter(TorchDispatchMode):
             axis = self.axes[_group_name((*args, *(kwargs or {}).values()))]
             self.counts[axis, OPERATIONS[name], "backward" if in_backward else "forward"] += 1
         return func(*args, **(kwargs or {}))
-
-
-def _axes(mesh: ParallelMesh) -> tuple[str, ...]:
-    assert mesh.fsdp.mesh_dim_names is not None
-    return mesh.fsdp.mesh_dim_names
 
 
 def _group_name(arguments: tuple[Any, ...]) -> str:
@@ -93,6 +92,9 @@ def _count_steps(cases: list[tuple[Config, ModelConfig]], num_steps: int) -> lis
         with CollectiveCounter(mesh) as building:
             model = build.build_model(config, model_config, mesh, CPU)
         assert not building.counts, f"each rank cuts its own weights, and yet: {building.counts}"
+        for module in model.parts[0].modules():
+            if isinstance(module, Router):
+                module.balance.auxiliary_weight = config.moe.aux_loss_weight
         rows = config.training.global_batch_size // mesh.degrees.batch
         tokens = torch.zeros(rows, SEQ_LEN, dtype=torch.int64)
         size = config.training.local_batch_size  # 1 with a pipeline, as its micro-batch is
@@ -280,6 +282,61 @@ def test_stage_1_without_deferring_would_be_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "set_last_micro_batch", lambda *args, **kwargs: None)
     with pytest.raises(AssertionError, match="3 micro-batches"):
         check_data_parallel(SHARDED, 1)
+
+
+# --- a mixture of experts: per layer ----------------------------------------------------------
+
+MIXTURE = {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20}
+MIXTURE["shared_expert_gate"] = True
+EP = {"parallelism.expert_parallel_degree": 2}
+LOSS = {"moe.aux_loss_weight": 0.1}
+# Attention as above. The block enters and leaves nothing; of the router, the shared expert and its
+# gate a rank has a share of each gradient, and so it has of the norms'.
+SP_MOE = {("gather", F): 1, ("scatter", F): 1, ("gather", B): 1, ("scatter", B): 1}
+SP_MOE |= {("reduce", B): 2 + 1 + 3 + 1}
+# Without, the outputs of the slices are gathered, and in backward the gradients of the inputs.
+TP_MOE = {("reduce", F): 1, ("gather", F): 1, ("reduce", B): 1 + 1 + 3 + 1, ("gather", B): 1}
+# The counts, the rows, and the rows back; in backward both again.
+EXCHANGED = {("exchange", F): 3, ("exchange", B): 2}
+# A group of its own: gathered twice, reduced once.
+SHARDED_EXPERTS = {("gather", F): 1, ("gather", B): 1, ("scatter", B): 1}
+MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Row]]] = {
+    "sequence-parallel": (EP, {"tp": SP_MOE, "ep": EXCHANGED, "efsdp": SHARDED_EXPERTS}),
+    "without": (SP_OFF | EP, {"tp": TP_MOE, "ep": EXCHANGED, "efsdp": SHARDED_EXPERTS}),
+    # A loss on each sequence must know the load of the whole of it.
+    "with a loss": (EP | LOSS, {"tp": {**SP_MOE, ("reduce", F): 1}, "ep": EXCHANGED}),
+    # The experts that are gathered to compute a layer again stay until its backward.
+    "recomputed": (
+        EP | FULL,
+        {
+            "tp": {**SP_MOE, ("gather", B): 2, ("scatter", B): 2},
+            "ep": {("exchange", F): 3, ("exchange", B): 2 + 3},
+            "efsdp": SHARDED_EXPERTS,
+        },
+    ),
+    "recomputed per op": (
+        EP | PER_OP | LOSS,
+        {"tp": {**SP_MOE, ("gather", B): 2, ("reduce", F): 1}, "ep": EXCHANGED},
+    ),
+}
+
+
+@cache
+def _mixtures() -> dict[str, list[list[Counts]]]:
+    """Case -> what each rank counts with two layers, and with three; all in one world."""
+    depths = [{**MIXTURE, "num_hidden_layers": depth} for depth in (2, 3)]
+    cases = [(options, depth) for options, _ in MIXTURES.values() for depth in depths]
+    counted = count(SHARDED, *cases)
+    return {case: counted[2 * i : 2 * i + 2] for i, case in enumerate(MIXTURES)}
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_a_mixture_of_experts_costs_a_layer_its_exchanges_and_no_more(case: str) -> None:
+    for before, after in zip(*_mixtures()[case], strict=True):
+        for axis, expected in MIXTURES[case][1].items():
+            one = Counter(on_axis(after, axis))
+            one.subtract(on_axis(before, axis))
+            assert {key: number for key, number in one.items() if number} == expected, axis
 
 
 # --- with a pipeline --------------------------------------------------------------------------

@@ -42,17 +42,16 @@ from tests.world import run_ranks
 from torchtitan_lite.models.layers import MLP, Attention, Context, LMHead, RotaryEmbedding
 from torchtitan_lite.ops.collectives import all_gather
 from torchtitan_lite.ops.dropout import Dropout
+from torchtitan_lite.parallel.parameters import compute_on_local_shards, distribute
 from torchtitan_lite.parallel.tensor import (
     Colwise,
     CutDropout,
     GatherInput,
-    Norm,
     PositionEmbedding,
+    Replicated,
     Rowwise,
     VocabularyEmbedding,
     VocabularyHead,
-    _compute_on_local_shards,
-    _distribute,
     _exit,
 )
 
@@ -122,7 +121,9 @@ def rowwise(
     return _compare(linear, style(sp), mesh, x=_hidden(), cut_in=-1, cut_out=cut_out)  # type: ignore[call-arg]
 
 
-def norm(mesh: DeviceMesh, *, sp: bool, kind: Any = nn.RMSNorm, style: type[Norm] = Norm) -> Errors:
+def norm(
+    mesh: DeviceMesh, *, sp: bool, kind: Any = nn.RMSNorm, style: type[Replicated] = Replicated
+) -> Errors:
     cut = SEQUENCE if sp else None
     module = kind(CONFIG.hidden_size, eps=1e-5)
     return _compare(module, style(sp), mesh, x=_hidden(), cut_in=cut, cut_out=cut)
@@ -173,7 +174,7 @@ def mlp(
     return _compare(MLP(config), plan, mesh, x=_hidden(), cut_in=cut, cut_out=cut)
 
 
-def attention(mesh: DeviceMesh, *, sp: bool, norm_of_heads: Norm | None = None) -> Errors:
+def attention(mesh: DeviceMesh, *, sp: bool, norm_of_heads: Replicated | None = None) -> Errors:
     """With `norm_of_heads` also a norm of each head, biases and dropout of the weights."""
     cut, more = SEQUENCE if sp else None, norm_of_heads is not None
     plan: dict[str, ParallelStyle] = {"": GatherInput(sp), "o_proj": Rowwise(sp)}
@@ -222,7 +223,7 @@ def head_loss(mesh: DeviceMesh, *, sp: bool, loss_parallel: bool) -> Errors:
 # --- twins ------------------------------------------------------------------------------------
 
 
-class _ShareOfNorm(Norm):
+class _ShareOfNorm(Replicated):
     """Takes the gradient from one part of the sequence for the whole one."""
 
     def __init__(self, sequence_parallel: bool) -> None:
@@ -244,8 +245,8 @@ class _BiasOnEachRank(Rowwise):
     """Takes a rank's product, its bias added, for a term of the sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Shard(1), bias=Replicate())
-        _compute_on_local_shards(module, sees_part=self.sequence_parallel)
+        distribute(module, device_mesh, Shard(1), bias=Replicate())
+        compute_on_local_shards(module, sees_part=self.sequence_parallel)
         leave = _exit(device_mesh, self.sequence_parallel)
         module.register_forward_hook(lambda module, args, out: leave(out))
         return module
@@ -261,7 +262,7 @@ class _FirstSlice(CutDropout):
 SUM_TWINS: dict[str, tuple[Callable[[DeviceMesh], Errors], str]] = {
     "a norm that sums nothing": (partial(norm, sp=True, style=_ShareOfNorm), "weight"),
     "a norm of heads that sums nothing": (
-        partial(attention, sp=False, norm_of_heads=Norm(sees_part=False)),
+        partial(attention, sp=False, norm_of_heads=Replicated(sees_part=False)),
         "q_norm.weight",
     ),
     "an entrance that sums nothing": (
@@ -287,7 +288,7 @@ EITHER: dict[str, Callable[..., Errors]] = {
     "mlp": mlp,
     "mlp without gate": partial(mlp, gated=False),
     "attention": attention,
-    "attention with norm of heads": partial(attention, norm_of_heads=Norm(sees_part=True)),
+    "attention with norm of heads": partial(attention, norm_of_heads=Replicated(sees_part=True)),
 }
 CASES: dict[str, Callable[[DeviceMesh], Errors]] = {
     "colwise": colwise,

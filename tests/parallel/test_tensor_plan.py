@@ -1,14 +1,16 @@
 """The whole tensor-parallel plan against the plain decoder, for the parts that families combine.
 
 `EVERYTHING` has at once what only some families have: LayerNorm, biases, no gate, learned
-positions, three dropouts; `HEADS` has what those exclude, and a tied head. Compared are the three
-sums of the loss, the gradient of every parameter and the logits without dropout, on 2 and on 4
-ranks, with FSDP and recomputation on top on 2 x 2. A twin weakens one entry of the plan.
+positions, three dropouts; `HEADS` has what those exclude, and a tied head; `LATENT` has both
+latents. Compared are the three sums of the loss, the gradient of every parameter and the logits
+without dropout, on 2 and on 4 ranks, with FSDP and recomputation on top on 2 x 2. A twin weakens
+one entry of the plan. Mixtures of experts are in test_expert.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -67,7 +69,18 @@ HEADS = dataclasses.replace(
     no_rope_layer_interval=2,
     **DROPOUTS,  # type: ignore[arg-type]
 )
-FAMILIES = {"plain": CONFIG, "everything": EVERYTHING, "heads": HEADS}
+LATENT = dataclasses.replace(
+    CONFIG,
+    kv_lora_rank=12,
+    q_lora_rank=10,
+    qk_nope_head_dim=4,
+    v_head_dim=5,
+    rope_interleave=True,
+    attention_bias=True,
+    attention_out_bias=True,
+    **DROPOUTS,  # type: ignore[arg-type]
+)
+FAMILIES = {"plain": CONFIG, "everything": EVERYTHING, "heads": HEADS, "latent": LATENT}
 
 Edit = dict[str, Callable[[ParallelStyle], ParallelStyle]]  # of some entries of the plan
 
@@ -76,8 +89,10 @@ def _apply_edited_plan(model: Decoder, mesh: DeviceMesh, *, sp: bool, lp: bool, 
     """apply_tensor_parallel, its plan edited."""
 
     def parallelize(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
-        assert edit.keys() <= plan.keys()
-        plan |= {name: change(plan[name]) for name, change in edit.items()}
+        for name, change in edit.items():
+            found = fnmatch.filter(plan, name)
+            assert found, name
+            plan |= {path: change(plan[path]) for path in found}
         parallelize_module(model, mesh, plan)
 
     names = [name for name, _ in model.named_parameters()]
@@ -123,7 +138,12 @@ def sharded_decoder(mesh: DeviceMesh, *, family: str, sp: bool, mode: str) -> Er
     _apply_edited_plan(ours, mesh["tp"], sp=sp, lp=True, edit={})
     apply_activation_checkpointing(ours, mode=mode, selective_option="op")
     apply_data_parallel(
-        ours, mesh["dp"], zero_stage=3, param_dtype=torch.float64, reduce_dtype=torch.float64
+        ours,
+        mesh["dp"],
+        expert_mesh=mesh["dp"],
+        zero_stage=3,
+        param_dtype=torch.float64,
+        reduce_dtype=torch.float64,
     )
 
     def rows(x: Tensor) -> Tensor:
@@ -149,9 +169,9 @@ class _Unreduced(ParallelStyle):
         self.style = style
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        compute = tensor._compute_on_local_shards
+        compute = tensor.compute_on_local_shards
         with mock.patch.object(
-            tensor, "_compute_on_local_shards", lambda module, **_: compute(module)
+            tensor, "compute_on_local_shards", lambda module, **_: compute(module)
         ):
             return self.style._apply(module, device_mesh)
 
@@ -164,6 +184,11 @@ UNREDUCED = [  # family, with sp, module
     ("heads", False, "layers.*.self_attn.q_norm"),
     ("heads", True, "layers.*.self_attn.q_norm"),
     ("heads", False, "layers.*.self_attn.k_norm"),
+    ("latent", False, "layers.*.self_attn.q_a_proj"),
+    ("latent", True, "layers.*.self_attn.q_a_layernorm"),
+    ("latent", False, "layers.*.self_attn.kv_a_proj_with_mqa"),
+    ("latent", True, "layers.*.self_attn.kv_a_proj_with_mqa"),
+    ("latent", False, "layers.*.self_attn.kv_a_layernorm"),
     ("everything", True, "embed_positions"),
     ("everything", True, "layers.*.self_attn.o_proj"),
     ("everything", True, "layers.*.mlp.down_proj"),
@@ -172,6 +197,7 @@ UNREDUCED = [  # family, with sp, module
 OF_FIRST_SLICE = [
     ("everything", False, "layers.*.self_attn.core_attention.dropout"),
     ("everything", True, "layers.*.self_attn.core_attention.dropout"),
+    ("latent", False, "layers.*.self_attn.core_attention.dropout"),
     ("everything", True, "layers.*.attn_dropout"),
     ("everything", True, "layers.*.mlp_dropout"),
     ("everything", True, "embedding_dropout"),
@@ -200,6 +226,8 @@ SHARDED: dict[Any, Case] = {
         ("everything", False, "selective"),
         ("heads", True, "selective"),
         ("heads", False, "full"),
+        ("latent", True, "full"),
+        ("latent", False, "selective"),
     )
 }
 
@@ -263,11 +291,13 @@ def test_a_slice_with_the_mask_of_the_first_would_be_seen(family: str, sp: bool,
 
 CUT_COLUMNS = ("o_proj", "down_proj")
 CUT_ROWS = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+CUT_FROM_LATENTS = ("q_b_proj", "kv_b_proj")
+LATENTS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
 PLACEMENTS = {  # of a module's parameters; a bias of CUT_COLUMNS is on every rank
-    **dict.fromkeys(CUT_ROWS, Shard(0)),
+    **dict.fromkeys((*CUT_ROWS, *CUT_FROM_LATENTS), Shard(0)),
     **dict.fromkeys(CUT_COLUMNS, Shard(1)),
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), Replicate()),
-    **dict.fromkeys(("q_norm", "k_norm", "embed_positions"), Replicate()),
+    **dict.fromkeys(("q_norm", "k_norm", "embed_positions", *LATENTS), Replicate()),
 }
 STAGES = (
     ["embed_tokens", "layers.0"],
@@ -331,10 +361,11 @@ def test_there_is_no_plan_for_a_state_space_layer() -> None:
 def test_a_plan_that_forgets_a_norm_is_refused_with_its_name(
     forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_present = tensor._is_present
-    monkeypatch.setattr(
-        tensor, "_is_present", lambda model, name: name != forgotten and is_present(model, name)
-    )
+    def parallelize(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+        left = {path: s for path, s in plan.items() if not fnmatch.fnmatchcase(path, forgotten)}
+        parallelize_module(model, mesh, left)
+
+    monkeypatch.setattr(tensor, "parallelize_module", parallelize)
     left = forgotten.replace("*", "0") + ".weight"
     with pytest.raises(AssertionError, match=f"leaves .*'{left}'.* as plain tensors"):
         _plan()

@@ -1,4 +1,4 @@
-"""Every family trains alike on any mesh: biases, norms of heads, windows, learned positions, states.
+"""Every family trains alike on any mesh: biases, windows, norms of heads, positions, states.
 
 Each row is a family's debugmodel made tiny, four steps of the real Trainer on eight ranks against
 one process (tests/parity/harness.py).

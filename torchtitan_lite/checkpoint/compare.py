@@ -83,16 +83,19 @@ def _told(folder: Path, differences: Mapping[str, Collection[str]]) -> str:
     return f"{title}: {folder}: {listed(differences)}; {fix}"
 
 
-def listed(differences: Mapping[str, Collection[str]]) -> str:
-    """Names by what is wrong with them, as one line."""
+def listed(differences: Mapping[str, Collection[str]], limit: int | None = NUM_NAMES_SHOWN) -> str:
+    """Names by what is wrong with them, as one line; `limit` of each kind, None: all."""
     return "; ".join(
-        f"{len(names)} {what} ({shortened(names)})" for what, names in differences.items() if names
+        f"{len(names)} {what} ({shortened(names, limit)})"
+        for what, names in differences.items()
+        if names
     )
 
 
-def shortened(names: Iterable[str]) -> str:
-    """The first of `names`, sorted, and how many more there are."""
+def shortened(names: Iterable[str], limit: int | None = NUM_NAMES_SHOWN) -> str:
+    """The first of `names`, sorted, and how many more there are; `limit` None: all."""
     ordered = sorted(names)
-    shown = ", ".join(ordered[:NUM_NAMES_SHOWN])
-    rest = len(ordered) - NUM_NAMES_SHOWN
+    limit = len(ordered) if limit is None else limit
+    shown = ", ".join(ordered[:limit])
+    rest = len(ordered) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown

@@ -141,7 +141,7 @@ def check_tensors(
     ignored = {name for pattern in ignorable for name in fnmatch.filter(stored, pattern)}
     differences = {
         "missing there": shapes.keys() - stored.keys(),
-        "not in this model": stored.keys() - shapes.keys() - ignored,
+        "not in this model": {stored[name].key for name in stored.keys() - shapes.keys() - ignored},
         "of another shape": {
             f"{name} {list(tensor.shape)} there, {list(shapes[name])} here"
             for name, tensor in wanted.items()
@@ -155,8 +155,8 @@ def check_tensors(
     }
     if any(differences.values()):
         raise ConfigError(
-            f"{key}: tensors of another model: {listed(differences)}; the folder must hold the "
-            "model that the configuration describes, not quantised"
+            f"{key}: tensors of another model: {listed(differences, None)}; the folder must hold "
+            "the model that the configuration describes, not quantised"
         )
     return dict(stored)
 

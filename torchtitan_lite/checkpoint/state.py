@@ -4,6 +4,7 @@
     optimizer.state.embed_tokens.weight.exp_avg       whatever the optimizer holds for a weight
     optimizer.state.embed_tokens.weight.step
     trainer.step                                      training scalars, as 0-d tensors
+    trainer.expert_shares                             load of the experts in the last step
     dataloader.consumed_samples
 
 No rank, stage, group or parameter order is in a name, so a rank of any mesh asks for the names it
@@ -144,7 +145,7 @@ def read_train_state(
     return {
         key.removeprefix(prefix): tensor.item()
         for key, tensor in state.items()
-        if key.startswith(prefix)
+        if key.startswith(prefix) and tensor.dim() == 0
     }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ class Weights:
     is_hf: bool
     dtype: str  # of the weights on disk, as the folder says: "float32", "bfloat16" or "float16"
     named: str = ""  # the option that named it and its value, for messages
+    step: int = 0  # of the run that trained it; 0: it comes from Hugging Face
 
 
 def find_weights(path: str | Path, *, key: str) -> Weights:
@@ -68,9 +70,11 @@ def find_weights(path: str | Path, *, key: str) -> Weights:
     if not (folder / MANIFEST).is_file() and not (folder / HF_CONFIG).is_file():
         steps, _ = list_steps(folder)
         if not steps:
+            nearby = [str(place.parent) for place in folder.glob(f"*/step-*/{MANIFEST}")]
+            hint = f"; did you mean {sorted(nearby)[0]}?" if nearby else ""
             raise ConfigError(
                 f"{named}: it holds neither {MANIFEST} (a step folder), nor whole step folders, "
-                f"nor {HF_CONFIG} (a Hugging Face folder)"
+                f"nor {HF_CONFIG} (a Hugging Face folder){hint}"
             )
         folder = step_folder(folder, steps[-1])
         logger.info("%s: taking its newest step, %s", named, folder)
@@ -91,7 +95,22 @@ def _ours(folder: Path, named: str) -> Weights:
     if not manifest.model:
         raise ConfigError(f"{named}: {folder / MANIFEST} does not say which model it is of")
     assets = Path(manifest.hf_assets_path) if manifest.hf_assets_path else folder
-    return Weights(folder, model, assets, is_hf=False, named=named, dtype="float32")
+    return Weights(
+        folder, model, assets, is_hf=False, named=named, dtype="float32", step=manifest.step
+    )
+
+
+def check_new_folder(folder: Path, *, key: str) -> None:
+    """ConfigError, which begins with `key`, where `folder` cannot be made anew."""
+    named = f"{key} = {str(folder)!r}"
+    if folder.exists():
+        raise ConfigError(f"{named}: it is there already; move it away, or name another")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{named}: {folder.parent} cannot be made: {error.strerror}") from None
+    if not os.access(folder.parent, os.W_OK):
+        raise ConfigError(f"{named}: nothing can be written into {folder.parent}")
 
 
 def load_weights(
@@ -131,16 +150,16 @@ def load_weights(
 
 def _read_hugging_face(weights: Weights, state: Mapping[str, Tensor], model: ModelConfig) -> None:
     from torchtitan_lite.checkpoint.hugging_face import check_tensors, read_index, read_tensors
-    from torchtitan_lite.models.decoder import parameter_shapes
+    from torchtitan_lite.models.decoder import stored_shapes
 
     family, key = family_of(model), weights.named
-    places = regions(model, parameter_shapes(model))
+    places = regions(model, stored_shapes(model))
     stored = check_tensors(
         read_index(weights.folder, key=key),
         places,
         key=key,
         prefix=family.prefix,
-        ignorable=family.ignorable,
+        ignorable=[name.format(layers=model.num_hidden_layers) for name in family.ignorable],
     )
     read_tensors(stored, state, places)
 
@@ -164,10 +183,10 @@ def write_hugging_face(
 
     from torchtitan_lite.checkpoint.agreement import on_first_rank
     from torchtitan_lite.checkpoint.hugging_face import write_folder
-    from torchtitan_lite.models.decoder import parameter_shapes
+    from torchtitan_lite.models.decoder import stored_shapes
 
     files = export_files(model, hf_assets_path, dtype=dtype)
-    places = regions(model, parameter_shapes(model))
+    places = regions(model, stored_shapes(model))
     group = dist.new_group(backend="gloo")
     if replace:
         on_first_rank(lambda: remove(folder), doing=f"replacing {folder}", group=group)

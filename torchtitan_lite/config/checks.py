@@ -36,6 +36,7 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 BY_HAND = "parallelism.module_fqns_per_model_part"
+EXPERT = "parallelism.expert_parallel_degree"
 INITIAL_LOAD, IN_HF = "checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"
 
 
@@ -46,6 +47,10 @@ class ModelShape(Protocol):
     def layer_type(self) -> str: ...
     @property
     def learned_positions(self) -> bool: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def router_bias(self) -> bool: ...
     @property
     def num_attention_heads(self) -> int: ...
     @property
@@ -171,6 +176,27 @@ def _tensor_parallel(facts: Facts) -> Findings:
     if uneven:
         fix = f"degrees that divide all are {one_of(divisors(math.gcd(*sizes.values())))}"
         yield (TENSOR,), f"{degree} does not divide the model's {', '.join(uneven)}", fix
+
+
+def _expert_parallel(facts: Facts) -> Findings:
+    parallelism, model, world = facts.config.parallelism, facts.model, facts.world_size
+    degree = parallelism.expert_parallel_degree
+    if degree == 1 or model is None:
+        return
+    shard = derived.shard_degree(parallelism, world)
+    if not model.num_experts:
+        yield (EXPERT,), f"the model has no experts to share among {degree} ranks", "set it to 1"
+    elif model.num_experts % degree:
+        fix = f"set it to {one_of(divisors(model.num_experts))}"
+        yield (EXPERT,), f"{degree} does not divide the model's {model.num_experts} experts", fix
+    elif shard is not None:
+        ranks = shard * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+        if ranks % degree:
+            both = math.gcd(ranks, model.num_experts)
+            reason = f"experts are shared among dp_shard x cp x tp = {ranks} ranks, which {degree} "
+            reason += "does not divide"
+            keys = (EXPERT, SHARD, TENSOR, REPLICATE, PIPELINE)
+            yield keys, reason, f"set it to {one_of(divisors(both))}"
 
 
 def _sequence_parallel(facts: Facts) -> Findings:
@@ -346,6 +372,7 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     _world,
     _split_backward_and_zero_stage,
     _tensor_parallel,
+    _expert_parallel,
     _sequence_parallel,
     _learned_positions,
     _global_batch,

@@ -32,8 +32,8 @@ RESHARD_ZERO_STAGE = {"always": 3, "never": 2}
 def resolve(config: Config, world_size: int) -> None:
     """Replace, in place, what the configuration leaves open; it must have passed the checks.
 
-    data_parallel_shard_degree, the batch sizes and zero_stage get their numbers, and zero_stage 0
-    turns shard ranks into replicas. Doing it twice changes nothing.
+    data_parallel_shard_degree, the batch sizes and zero_stage get their numbers. Doing it twice
+    changes nothing.
     """
     parallelism = config.parallelism
     parallelism.zero_stage = zero_stage(config)
@@ -44,9 +44,6 @@ def resolve(config: Config, world_size: int) -> None:
     shard = shard_degree(parallelism, world_size)
     assert shard is not None, "the degrees do not fit the world: check the configuration first"
     parallelism.data_parallel_shard_degree = shard
-    if parallelism.zero_stage == 0:
-        parallelism.data_parallel_replicate_degree = parallelism.batch_ranks
-        parallelism.data_parallel_shard_degree = 1
     ranks, training = parallelism.batch_ranks, config.training
     training.global_batch_size = global_batch_size(config, ranks)
     training.local_batch_size = local_batch_size(config, ranks)

@@ -39,6 +39,7 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ),
     ("parallelism.enable_sequence_parallel", {TENSOR: (1,)}),
     ("parallelism.disable_loss_parallel", {TENSOR: (1,)}),
+    ("moe.aux_loss_form", {"moe.aux_loss_weight": (0,)}),
     ("optimizer.momentum", {"optimizer.name": ("AdamW",)}),
     ("optimizer.beta?", {"optimizer.name": ("SGD",)}),
     ("optimizer.eps", {"optimizer.name": ("SGD",)}),
@@ -69,7 +70,9 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
 
 def config_warnings(config: Config, model: ModelShape | None = None) -> list[str]:
     """One line for each thing that will not act as set; `config` is resolved, `model` its own."""
-    found = [*_silent(config), *_parallelism(config), *_schedule(config), *_lengths(config, model)]
+    found = [*_silent(config), *_parallelism(config, model), *_schedule(config)]
+    if model is not None:
+        found += [*_lengths(config, model), *_experts(config, model)]
     return [told(config, (name,), reason, fix).line for name, reason, fix in found]
 
 
@@ -84,13 +87,16 @@ def _silent(config: Config) -> Iterator[tuple[str, str, str]]:
                 break
 
 
-def _parallelism(config: Config) -> Iterator[tuple[str, str, str]]:
+def _parallelism(config: Config, model: ModelShape | None) -> Iterator[tuple[str, str, str]]:
     parallelism, asked = config.parallelism, config.user_set
     pipelined = parallelism.pipeline_parallel_degree > 1
     if pipelined and LAYERS_PER_STAGE in asked and BY_HAND in asked:
         yield LAYERS_PER_STAGE, "has no effect", f"{BY_HAND} says what each stage holds"
     replicas = parallelism.zero_stage == 0 and parallelism.data_parallel_replicate_degree > 1
-    if parallelism.data_parallel_shard_degree == 1 and not replicas and ZERO_STAGE in asked:
+    sharing = parallelism.data_parallel_shard_degree
+    if model is not None and model.num_experts:  # tensor-parallel ranks share those, too
+        sharing *= parallelism.tensor_parallel_degree
+    if sharing == 1 and not replicas and ZERO_STAGE in asked:
         yield ZERO_STAGE, "has no effect", "there is one rank to share"
     elif parallelism.zero_stage == 3 and pipelined:
         yield ZERO_STAGE, "gathers the parameters anew for every micro-batch", "2 keeps them"
@@ -112,9 +118,17 @@ def _schedule(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "lr_scheduler.total_steps", f"training.steps is {config.training.steps}", fix
 
 
-def _lengths(config: Config, model: ModelShape | None) -> Iterator[tuple[str, str, str]]:
-    rotates = model is not None and model.layer_type == "attention"
-    longest = model.max_position_embeddings if model is not None and rotates else math.inf
+def _experts(config: Config, model: ModelShape) -> Iterator[tuple[str, str, str]]:
+    for name in (name for name in all_keys() if name in config.user_set):
+        if name.startswith("moe.") and not model.num_experts:
+            yield name, "has no effect", "the model has no experts"
+        elif name == "moe.bias_update_speed" and not model.router_bias:
+            yield name, "has no effect", "the model's routers have no bias"
+
+
+def _lengths(config: Config, model: ModelShape) -> Iterator[tuple[str, str, str]]:
+    rotates = model.layer_type == "attention"
+    longest = model.max_position_embeddings if rotates else math.inf
     for name in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
         if get_value(config, name) > longest:
             reason = f"longer than the model's max_position_embeddings {longest}"

@@ -24,7 +24,7 @@ BOTH: tuple[Any, ...] = (False, True)
 NO_COMPILE = "this version has no torch.compile; remove the key"
 NO_FLOAT8 = "this version has no quantized training; remove the key"
 NO_CONTEXT = "this version has no context parallelism; remove the key"
-NO_EXPERTS = "this version has no experts and no expert parallelism; remove the key"
+EXPERTS_WHOLE = "an expert is never cut and its tokens go by all-to-all; remove the key"
 NO_DEBUG = "this version has no such diagnostic; remove the key"
 NO_BUDGET = "this version has no memory budget; use activation_checkpoint.mode"
 NO_TORCHFT = "this version has no torchft; remove the key"
@@ -63,9 +63,10 @@ ROWS: tuple[Foreign, ...] = (
     Foreign("*.enable_async_tensor_parallel", OFF, "not in this version; remove the key"),
     Foreign("*.pipeline_parallel_schedule_csv", OFF, "use parallelism.pipeline_parallel_schedule"),
     Foreign("parallelism.pipeline_parallel_*_stage_less_layers", (1,), BALANCED),
-    Foreign("parallelism.pipeline_parallel_expert_parallel_overlap", BOTH, NO_EXPERTS),
+    Foreign("parallelism.pipeline_parallel_expert_parallel_overlap", BOTH, BUILT_IN),
     Foreign("*.context_parallel_[!d]*", (*OFF, "headtail", "none", "allgather"), NO_CONTEXT),
-    Foreign("parallelism.expert_*", (1, "standard"), NO_EXPERTS),
+    Foreign("parallelism.expert_tensor_parallel_degree", (1,), EXPERTS_WHOLE),
+    Foreign("parallelism.expert_parallel_comm_backend", ("standard",), EXPERTS_WHOLE),
     # Checkpoints
     Foreign("checkpoint.*_in_hf_*", OFF, NO_QUANTIZED),
     Foreign("checkpoint.enable_first_step_checkpoint", OFF, "set checkpoint.interval to 1"),
@@ -74,7 +75,7 @@ ROWS: tuple[Foreign, ...] = (
     Foreign("checkpoint.enable_ft_dataloader_checkpoints", BOTH, NO_TORCHFT),
     Foreign("fault_tolerance*", OFF, NO_TORCHFT),
     # Activation checkpointing
-    Foreign("activation_checkpoint.per_op_sac_*", ([], ["moe.router.gate"]), NO_EXPERTS),
+    Foreign("activation_checkpoint.per_op_sac_*", ([], ["moe.router.gate"]), BUILT_IN),
     Foreign("activation_checkpoint.early_stop", OFF, BUILT_IN),
     Foreign("activation_checkpoint.preserve_rng_state", BOTH, BUILT_IN),
     Foreign("activation_checkpoint.*memory_budget*", (False, 0.5), NO_BUDGET),
@@ -87,7 +88,7 @@ ROWS: tuple[Foreign, ...] = (
     Foreign("comm.mode", ("default",), NO_DEBUG),
     Foreign("memory_estimation*", OFF, NO_DEBUG),
     Foreign("debug.deterministic_warn_only", OFF, "use debug.deterministic"),
-    Foreign("debug.moe_force_load_balance", OFF, NO_EXPERTS),
+    Foreign("debug.moe_force_load_balance", OFF, NO_DEBUG),
 )
 
 

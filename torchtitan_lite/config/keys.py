@@ -152,6 +152,22 @@ class Loss:
 
 
 @dataclass
+class MoE:
+    """What keeps the experts of a mixture evenly loaded, and how they are computed."""
+
+    aux_loss_weight: NotNegative = 0.0
+    """Weight of the auxiliary loss on uneven load; 0 leaves it out."""
+    aux_loss_form: Literal["sequence", "global"] = "sequence"
+    """Load of each sequence, or of the last global batch."""
+    z_loss_weight: NotNegative = 0.0
+    """Weight of the squared log-partition of the router's logits; 0 leaves it out."""
+    bias_update_speed: NotNegative = 1e-3
+    """Step of the bias of a router that has one, up or down, after each optimizer step."""
+    kernel: Literal["auto", "grouped", "loop"] = "auto"
+    """One kernel for all experts, or a product for each; auto: the first where there is one."""
+
+
+@dataclass
 class Optimizer:
     """Which optimizer steps, and how strongly on which parameters."""
 
@@ -225,6 +241,8 @@ class Parallelism:
     """Between the matrices, let the tensor-parallel ranks share the tokens of a row."""
     disable_loss_parallel: bool = False
     """Gather the logits of all vocabulary shards before the loss."""
+    expert_parallel_degree: Count = 1
+    """Ranks of dp_shard x cp x tp that share the experts of a layer."""
 
     @property
     def batch_ranks(self) -> int:
@@ -359,6 +377,7 @@ class Config:
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
     loss: Loss = field(default_factory=Loss)
+    moe: MoE = field(default_factory=MoE)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)

@@ -29,7 +29,17 @@ CHOICES = {
     "layer_type": ("attention", "state_space"),
     "norm_type": ("rms", "layer"),
     "hidden_act": ("silu", "gelu", "gelu_tanh"),
+    "router_scores": ("softmax", "sigmoid"),
 }
+NOT_NEGATIVE = (
+    "max_window_layers",
+    "no_rope_layer_interval",
+    "num_experts",
+    "first_k_dense_replace",
+    "shared_expert_intermediate_size",
+    "qk_nope_head_dim",
+    "v_head_dim",
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,44 @@ class ModelConfig:
     mlp_bias: bool = False
     """Whether the projections of the MLP have a bias."""
 
+    # Multi-head latent attention (arXiv:2405.04434, section 2.1); head_dim is the rotated part
+    kv_lora_rank: int | None = None
+    """Width of the latent that keys and values are made from; None: ordinary attention."""
+    q_lora_rank: int | None = None
+    """Width of the latent that queries are made from; None: straight from the hidden states."""
+    qk_nope_head_dim: int = 0
+    """Width of the part of a query and a key that is not rotated."""
+    v_head_dim: int = 0
+    """Width of a value."""
+    rope_interleave: bool = False
+    """Whether neighbouring channels make a pair to rotate, instead of halves of a head."""
+
+    # Mixture of experts
+    num_experts: int = 0
+    """Routed experts of a layer; 0: every layer has one MLP."""
+    num_experts_per_tok: int = 2
+    """Experts that a token goes to."""
+    moe_intermediate_size: int = 256
+    """Width of a routed expert."""
+    first_k_dense_replace: int = 0
+    """The first so many layers have one MLP."""
+    shared_expert_intermediate_size: int = 0
+    """Width of the expert that sees all tokens; 0: there is none."""
+    shared_expert_gate: bool = False
+    """Scale the shared expert by the sigmoid of a projection."""
+    router_scores: str = "softmax"
+    """What makes scores of logits: "softmax" or "sigmoid"."""
+    norm_topk_prob: bool = False
+    """Divide the weights of a token's experts by their sum."""
+    routed_scaling_factor: float = 1.0
+    """Factor on the weights of the routed experts."""
+    router_bias: bool = False
+    """Choose by scores plus a bias, which balancing moves and no gradient."""
+    n_group: int = 1
+    """Groups of experts; a token goes to experts of its best topk_group of them."""
+    topk_group: int = 1
+    """Groups that a token may go to."""
+
     # Dropout
     attention_dropout: float = 0.0
     """Share of the attention weights that training drops."""
@@ -130,6 +178,10 @@ class ModelConfig:
             "state_size",
             "conv_kernel",
             "time_step_rank",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "n_group",
+            "topk_group",
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -149,16 +201,57 @@ class ModelConfig:
         for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more, below 1")
-        if self.layer_type == "state_space" and self.attention_dropout + self.residual_dropout:
-            raise ValueError("a state-space layer has neither attention_dropout nor residual_dropout")
-        for name in ("max_window_layers", "no_rope_layer_interval"):
+        if self.layer_type == "state_space":
+            for name in ("attention_dropout", "residual_dropout", "num_experts", "kv_lora_rank"):
+                if getattr(self, name):
+                    raise ValueError(f"a state-space layer has no {name}; remove it")
+        for name in NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be 1 or more")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if self.num_experts:
+            self._check_experts()
+        if self.kv_lora_rank is not None:
+            self._check_latent()
         self._check_rope_scaling()
+
+    def _check_latent(self) -> None:
+        for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; latent attention needs a positive one")
+        for name in ("qk_norm", "no_rope_layer_interval", "learned_positions"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)}; latent attention has no such")
+
+    def _check_experts(self) -> None:
+        if self.mlp_bias or not self.gated_mlp:
+            raise ValueError("experts are gated and have no bias: mlp_bias False, gated_mlp True")
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            raise ValueError(
+                "shared_expert_gate is True, and shared_expert_intermediate_size is 0: there is "
+                "no shared expert; set its width"
+            )
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, and there are "
+                f"{self.num_experts} experts; set it to at most {self.num_experts}"
+            )
+        if self.num_experts % self.n_group or self.topk_group > self.n_group:
+            raise ValueError(
+                f"n_group {self.n_group} must divide num_experts {self.num_experts}, and "
+                f"topk_group {self.topk_group} be at most n_group"
+            )
+        if self.num_experts // self.n_group * self.topk_group < self.num_experts_per_tok:
+            raise ValueError(
+                f"topk_group {self.topk_group} of n_group {self.n_group} groups have fewer experts "
+                f"than num_experts_per_tok {self.num_experts_per_tok}; raise topk_group"
+            )
+        if self.n_group > 1 and self.num_experts == self.n_group:
+            raise ValueError(f"n_group {self.n_group} leaves one expert a group; it needs two")
 
     def _check_rope_scaling(self) -> None:
         if self.rope_scaling is None:
@@ -185,3 +278,7 @@ class ModelConfig:
     def has_dropout(self) -> bool:
         """Whether a training step drops anything."""
         return max(self.attention_dropout, self.residual_dropout, self.embedding_dropout) > 0
+
+    def has_experts(self, index: int) -> bool:
+        """Whether layer `index` has routed experts in the place of one MLP."""
+        return self.num_experts > 0 and index >= self.first_k_dense_replace

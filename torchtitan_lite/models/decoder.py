@@ -13,9 +13,11 @@ import torch
 from torch import Size, Tensor, nn
 
 from torchtitan_lite.models.config import ModelConfig
+from torchtitan_lite.models.latent import LatentAttention
 from torchtitan_lite.models.layers import (
+    MLP,
+    Attention,
     Context,
-    DecoderLayer,
     LMHead,
     RotaryEmbedding,
     attention_mask,
@@ -23,7 +25,29 @@ from torchtitan_lite.models.layers import (
     window_of_layer,
 )
 from torchtitan_lite.models.mamba import MambaLayer
+from torchtitan_lite.models.moe import MoE
 from torchtitan_lite.ops.dropout import Dropout
+
+
+class DecoderLayer(nn.Module):
+    """Attention, and an MLP or experts, each behind a norm and beside the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        attention = Attention if config.kv_lora_rank is None else LatentAttention
+        self.input_layernorm = build_norm(config)
+        self.self_attn = attention(config, index)
+        self.post_attention_layernorm = build_norm(config)
+        self.mlp = MoE(config) if config.has_experts(index) else MLP(config)
+        self.attn_dropout = Dropout(config.residual_dropout, f"layers.{index}.self_attn")
+        self.mlp_dropout = Dropout(config.residual_dropout, f"layers.{index}.mlp")
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        out = self.self_attn(self.input_layernorm(x), context)
+        x = x + self.attn_dropout(out, context.keys)
+        out = self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp_dropout(out, context.keys)
+
 
 LAYERS = {"attention": DecoderLayer, "state_space": MambaLayer}
 
@@ -137,7 +161,17 @@ def parameter_shapes(config: ModelConfig, modules: Iterable[str] | None = None) 
         return {name: p.shape for name, p in Decoder(config, modules).named_parameters()}
 
 
+def stored_shapes(config: ModelConfig) -> dict[str, Size]:
+    """Name -> shape of what the weights of the whole model are on disk: a bias of balancing too."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    buffers = {name: b.shape for name, b in model.named_buffers() if name in model.state_dict()}
+    return {**parameter_shapes(config), **buffers}
+
+
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights of a layer that each token is multiplied with."""
-    shapes = parameter_shapes(config, ["layers.0"])
-    return sum(s.numel() for name, s in shapes.items() if name.endswith("weight") and len(s) == 2)
+    """Weights of a layer, of the last kind there is, that each token is multiplied with."""
+    shapes = parameter_shapes(config, [f"layers.{config.num_hidden_layers - 1}"])
+    dense = sum(s.numel() for name, s in shapes.items() if name.endswith("weight") and len(s) == 2)
+    experts = sum(s[1:].numel() for name, s in shapes.items() if ".experts." in name)
+    return dense + config.num_experts_per_tok * experts

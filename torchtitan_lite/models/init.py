@@ -7,7 +7,8 @@ needed. Drawing into a shard instead would give every rank the same numbers.
 
 Weights are N(0, initializer_range); those that write into the residual stream are scaled by
 1 / sqrt(writes), the number of times the layers add to it (GPT-2, section 2.3): two a layer, one
-where the layer is a state-space mixer. Norms are one, biases zero.
+where the layer is a state-space mixer. What all experts of a layer write counts once. Norms are
+one, biases zero.
 
 A state-space mixer starts so that the slowest state of a channel remembers 10 to 1,000 tokens:
 state n decays with A = -n (S4D-Real), and time steps are log-uniform in [0.001, 0.1], written as
@@ -24,7 +25,12 @@ from torch import Tensor
 
 from torchtitan_lite.models.config import ModelConfig
 
-_RESIDUAL_WRITERS = {"o_proj.weight": 2, "down_proj.weight": 2, "out_proj.weight": 1}  # a layer
+_RESIDUAL_WRITERS = {  # how many there are in a layer
+    "o_proj.weight": 2,
+    "down_proj.weight": 2,
+    "experts.down_proj": 2,
+    "out_proj.weight": 1,
+}
 _TIME_STEPS = (0.001, 0.1)
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 

@@ -199,9 +199,10 @@ def window_of_layer(config: ModelConfig, index: int) -> int | None:
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)) (arXiv:2002.05202); without a gate down(act(up(x)))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         super().__init__()
-        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, bias = config.hidden_size, config.mlp_bias
+        width = width or config.intermediate_size
         self.activation = ACTIVATIONS[config.hidden_act]
         self.gate_proj = nn.Linear(hidden, width, bias=bias) if config.gated_mlp else None
         self.up_proj = nn.Linear(hidden, width, bias=bias)
@@ -211,25 +212,6 @@ class MLP(nn.Module):
         if self.gate_proj is None:
             return self.down_proj(self.activation(self.up_proj(x)))
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside the residual stream."""
-
-    def __init__(self, config: ModelConfig, index: int) -> None:
-        super().__init__()
-        self.input_layernorm = build_norm(config)
-        self.self_attn = Attention(config, index)
-        self.post_attention_layernorm = build_norm(config)
-        self.mlp = MLP(config)
-        self.attn_dropout = Dropout(config.residual_dropout, f"layers.{index}.self_attn")
-        self.mlp_dropout = Dropout(config.residual_dropout, f"layers.{index}.mlp")
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        out = self.self_attn(self.input_layernorm(x), context)
-        x = x + self.attn_dropout(out, context.keys)
-        out = self.mlp(self.post_attention_layernorm(x))
-        return x + self.mlp_dropout(out, context.keys)
 
 
 class TokenLoss(nn.Module):

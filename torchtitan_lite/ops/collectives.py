@@ -1,10 +1,12 @@
-"""The collectives of tensor parallelism, each with its conjugate as backward.
+"""The collectives of tensor and of expert parallelism, each with its conjugate as backward.
 
     forward                     backward
     all_gather(dim)             reduce_scatter(dim), or this rank's slice
     reduce_scatter(dim)         all_gather(dim)
     copy_to_ranks (nothing)     all_reduce
     all_reduce                  nothing
+    keep_slice(dim) (nothing)   all_gather
+    all_to_all(send, receive)   all_to_all(receive, send)
 
 Where every rank computes with its own shard of a weight, the gradient that comes back to a
 gathered or copied input is one rank's share of a sum: it is reduced. Where all ranks compute the
@@ -46,6 +48,22 @@ def all_reduce(x: Tensor, *, group: ProcessGroup) -> Tensor:
     return _AllReduce.apply(x, group)
 
 
+def keep_slice(x: Tensor, *, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's slice of x, which every rank holds; the group must divide `dim`.
+
+    Each rank then holds the whole gradient of x.
+    """
+    return _KeepSlice.apply(x, dim, group)
+
+
+def all_to_all(x: Tensor, *, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+    """(sum(send), ...) -> (sum(receive), ...): blocks of rows to, and from, each rank in turn.
+
+    What this rank sends to another is what that one receives from it; any number may be 0.
+    """
+    return _AllToAll.apply(x, send, receive, group)
+
+
 def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """all_gather outside of autograd."""
     return funcol.wait_tensor(_gather_single(x.contiguous(), dim, group))
@@ -57,6 +75,10 @@ def _scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
+
+
+def _exchange(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+    return funcol.wait_tensor(funcol.all_to_all_single(x.contiguous(), receive, send, group))
 
 
 class _AllGather(torch.autograd.Function):
@@ -103,3 +125,27 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None
+
+
+class _KeepSlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, send: list[int], receive: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchange(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None

@@ -4,13 +4,17 @@
     full         keep a layer's input, recompute the rest
     selective n  "full" on every n-th layer
     selective op keep fused attention (there is none with dropout of its weights), the reduced
-                 outputs and every second matmul; recompute the rest
+                 outputs, exchanged rows and every second matmul; recompute the rest
 
 The layer's `forward` is wrapped in place instead of the module, so no parameter changes its name.
+While it is computed again its router counts no tokens: it did so the first time.
+Proven in tests/parallel/test_activation.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +26,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+from torchtitan_lite.models.moe import Router
+
+_MATMULS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
+}
 _DEAR = {  # outputs that cost much to compute again, or a collective
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -30,6 +40,7 @@ _DEAR = {  # outputs that cost much to compute again, or a collective
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 }
 
 
@@ -43,18 +54,41 @@ def apply_activation_checkpointing(model: nn.Module, *, mode: str, selective_opt
         # By the layer's index in the whole model, so that stages do not change the choice.
         if int(index) % stride:
             continue
-        context: dict[str, Any] = {"context_fn": _contexts_of_one_forward} if every_op else {}
         # No generator's state need travel: dropout's mask is a function of its keys, an argument.
         layer.forward = partial(
             checkpoint,
             layer.forward,
             use_reentrant=False,
             preserve_rng_state=False,
-            **context,
+            context_fn=partial(_contexts_of_one_forward, layer, every_op),
         )
 
 
-def _contexts_of_one_forward() -> Any:
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _contexts_of_one_forward(layer: nn.Module, every_op: bool) -> Contexts:
+    """What surrounds the forward of `layer`, and what surrounds its recomputation."""
+    forward, again = _selective_contexts() if every_op else (nullcontext(), nullcontext())
+    return forward, _computed_again(layer, again)
+
+
+@contextmanager
+def _computed_again(layer: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
+    """`context`, in which the router of `layer` does not count."""
+    routers = [module for module in layer.modules() if isinstance(module, Router)]
+    counting = [router.is_counting for router in routers]
+    for router in routers:
+        router.is_counting = False
+    try:
+        with context:
+            yield
+    finally:
+        for router, was_counting in zip(routers, counting, strict=True):
+            router.is_counting = was_counting
+
+
+def _selective_contexts() -> Contexts:
     """Forward and recomputation count their matmuls apart, each from zero."""
     seen = {"forward": 0, "recompute": 0}
 

@@ -1,7 +1,7 @@
 """The one place that knows in which order a part of the model gets its plans.
 
-Tensor parallelism first, since it decides what each rank holds; then activation checkpointing,
-around the collectives it would recompute; FSDP last, around everything.
+Tensor and expert parallelism first, since they decide what each rank holds; then activation
+checkpointing, around the collectives it would recompute; FSDP last, around everything.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torchtitan_lite.mesh import ParallelMesh
 from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.parallel.activation import apply_activation_checkpointing
 from torchtitan_lite.parallel.data import apply_data_parallel
+from torchtitan_lite.parallel.expert import apply_expert_parallel
 from torchtitan_lite.parallel.tensor import apply_tensor_parallel
 
 
@@ -26,6 +27,8 @@ def parallelize(part: Decoder, mesh: ParallelMesh, config: Config) -> None:
             loss_parallel=not config.parallelism.disable_loss_parallel,
         )
         part.tie_weights()  # the plan replaced both weights
+    if mesh.degrees.ep > 1:
+        apply_expert_parallel(part, mesh.ep)
     apply_activation_checkpointing(
         part,
         mode=config.activation_checkpoint.mode,
@@ -34,6 +37,7 @@ def parallelize(part: Decoder, mesh: ParallelMesh, config: Config) -> None:
     apply_data_parallel(
         part,
         mesh.fsdp,
+        expert_mesh=mesh.efsdp,
         zero_stage=config.parallelism.zero_stage,
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),

@@ -8,6 +8,7 @@ instance attribute of the same name hides the parameter for the time of one call
     module.forward:   weight -> view(weight) -> the module's own forward -> weight again
 
 Gradients flow back through the view. Several views stack, the one applied last is asked first.
+Proven wherever a plan is: tests/parallel/.
 """
 
 from __future__ import annotations
@@ -16,6 +17,40 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+
+
+def distribute(
+    module: nn.Module, mesh: DeviceMesh, placement: Placement, **others: Placement
+) -> None:
+    """Turn the module's own parameters into DTensors, each rank cutting its own copy.
+
+    All at `placement`, but those that `others` names.
+    """
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placements = [others.get(name, placement)]
+        cut = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(cut))
+
+
+def compute_on_local_shards(
+    module: nn.Module, *, sees_part: bool = False, gather: bool = False
+) -> None:
+    """While `module.forward` runs, its parameters read as their local shards.
+
+    The gradient is cut as the parameter is. Of one that is whole on every rank it is whole too,
+    or with `sees_part` one term of a sum. `gather` makes every parameter whole first.
+    """
+
+    def local(parameter: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        if gather:
+            parameter = parameter.redistribute(placements=[Replicate()])
+        share = sees_part and parameter.placements[0].is_replicate()
+        return parameter.to_local(grad_placements=[Partial()] if share else None)
+
+    read_parameters_as(module, local)
 
 
 def read_parameters_as(module: nn.Module, view: Callable[[Tensor], Tensor | None]) -> None:

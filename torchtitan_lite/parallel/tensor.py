@@ -17,7 +17,8 @@ arithmetic runs on their local shards, so a layer costs its matmuls and these co
     on every rank, with this gradient of the local copy:
     norms, positions,   Partial                               whole
     bias of o and down
-    q_norm k_norm       Partial: a rank has heads / tp        Partial
+    q_norm k_norm,      Partial: a rank has heads / tp        Partial
+    latents (q_a kv_a)
 
     dropout's mask      of seq / tp                           of all, the same on every rank
       in attention      of heads / tp                         of heads / tp
@@ -25,6 +26,11 @@ arithmetic runs on their local shards, so a layer costs its matmuls and these co
 What sees only some of the positions, or of the heads, has one rank's share of its gradient,
 `Partial`; FSDP, or `reduce_partial_gradients` without it, adds the shares up before anything
 reads them.
+
+A mixture of experts is not cut: each token is routed on one of the ranks, so the block works on
+(batch, seq / tp, hidden), which is what lies between blocks or, without sequence parallelism, is
+cut out and put together again. Router and shared expert are on every rank, their gradients
+Partial; what the experts are cut over is not tp (expert.py, data.py).
 Proven in tests/parallel/test_tensor*.py and tests/parity/ (numbers), and in
 tests/parallel/test_collective_counts.py (counts).
 """
@@ -32,7 +38,7 @@ tests/parallel/test_collective_counts.py (counts).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
+from fnmatch import filter as matching
 from functools import partial
 from typing import Any
 
@@ -40,21 +46,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.models.layers import LMHead
-from torchtitan_lite.ops.collectives import all_gather, all_reduce, copy_to_ranks, reduce_scatter
+from torchtitan_lite.models.moe import Router
+from torchtitan_lite.ops.collectives import (
+    all_gather,
+    all_reduce,
+    copy_to_ranks,
+    keep_slice,
+    reduce_scatter,
+)
 from torchtitan_lite.ops.dropout import Dropout
-from torchtitan_lite.parallel.parameters import read_parameters_as
+from torchtitan_lite.parallel.parameters import (
+    compute_on_local_shards,
+    distribute,
+    read_parameters_as,
+)
 
 SEQUENCE_DIM = 1  # of hidden states (batch, seq, hidden)
 
@@ -64,8 +74,9 @@ def apply_tensor_parallel(
 ) -> None:
     """Cut every parameter of `model` over the 1-D `mesh`, and place the collectives."""
     assert model.config.layer_type == "attention", "there is no plan for a state-space layer"
-    norm, norm_of_heads = Norm(sequence_parallel), Norm(sees_part=True)
+    norm, of_part = Replicated(sequence_parallel), Replicated(sees_part=True)
     dropout, dropout_of_heads = CutDropout(sequence_parallel), CutDropout(sees_part=True)
+    mlp = {True: SliceOfSequence(sequence_parallel), False: GatherInput(sequence_parallel)}
     plan: dict[str, ParallelStyle] = {
         "embed_tokens": VocabularyEmbedding(sequence_parallel),
         "embed_positions": PositionEmbedding(sequence_parallel),
@@ -75,37 +86,44 @@ def apply_tensor_parallel(
         "layers.*.self_attn.q_proj": Colwise(),
         "layers.*.self_attn.k_proj": Colwise(),
         "layers.*.self_attn.v_proj": Colwise(),
-        "layers.*.self_attn.q_norm": norm_of_heads,
-        "layers.*.self_attn.k_norm": norm_of_heads,
+        "layers.*.self_attn.q_norm": of_part,
+        "layers.*.self_attn.k_norm": of_part,
+        "layers.*.self_attn.q_a_proj": of_part,
+        "layers.*.self_attn.q_a_layernorm": of_part,
+        "layers.*.self_attn.q_b_proj": Colwise(),
+        "layers.*.self_attn.kv_a_proj_with_mqa": of_part,
+        "layers.*.self_attn.kv_a_layernorm": of_part,
+        "layers.*.self_attn.kv_b_proj": Colwise(),
         "layers.*.self_attn.core_attention.dropout": dropout_of_heads,
         "layers.*.self_attn.o_proj": Rowwise(sequence_parallel),
         "layers.*.attn_dropout": dropout,
         "layers.*.post_attention_layernorm": norm,
-        "layers.*.mlp": GatherInput(sequence_parallel),
+        **{f"layers.{i}.mlp": mlp[model.config.has_experts(int(i))] for i in model.layers},
         "layers.*.mlp.gate_proj": Colwise(),
         "layers.*.mlp.up_proj": Colwise(),
         "layers.*.mlp.down_proj": Rowwise(sequence_parallel),
+        "layers.*.mlp.gate": RouterOfSlice(),
+        "layers.*.mlp.shared_expert.*_proj": of_part,
+        "layers.*.mlp.shared_expert_gate": of_part,
         "layers.*.mlp_dropout": dropout,
         "norm": norm,
         "lm_head": VocabularyHead(sequence_parallel, loss_parallel),
     }
-    present = {name: style for name, style in plan.items() if _is_present(model, name)}
-    parallelize_module(model, mesh, present)
-    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    paths = [path for path, _ in model.named_modules()]  # what this stage of this family holds
+    parallelize_module(
+        model, mesh, {path: style for name, style in plan.items() for path in matching(paths, name)}
+    )
+    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    plain = [name for name in left if ".mlp.experts." not in name]
     assert not plain, f"the plan leaves {plain} as plain tensors beside DTensors"
-
-
-def _is_present(model: nn.Module, name: str) -> bool:
-    """Whether this stage of this family holds the module (of a wildcard: any such)."""
-    return any(fnmatchcase(path, name) for path, _ in model.named_modules())
 
 
 class Colwise(ParallelStyle):
     """A linear that holds some of its output features."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Shard(0))
-        _compute_on_local_shards(module)
+        distribute(module, device_mesh, Shard(0))
+        compute_on_local_shards(module)
         return module
 
 
@@ -120,7 +138,7 @@ class Rowwise(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
-        _distribute(module, device_mesh, Shard(1), bias=Replicate())
+        distribute(module, device_mesh, Shard(1), bias=Replicate())
         leave = _exit(device_mesh, self.sequence_parallel)
         read_parameters_as(module, lambda parameter: None if parameter.dim() == 1 else parameter)
         product = module.forward  # sees no bias
@@ -130,7 +148,7 @@ class Rowwise(ParallelStyle):
             return out if module.bias is None else out + module.bias
 
         module.forward = sum_over_ranks  # type: ignore[method-assign, assignment]
-        _compute_on_local_shards(module, sees_part=self.sequence_parallel)
+        compute_on_local_shards(module, sees_part=self.sequence_parallel)
         return module
 
 
@@ -146,19 +164,63 @@ class GatherInput(ParallelStyle):
         return module
 
 
-class Norm(ParallelStyle):
-    """A norm whose parameters every rank holds.
+class SliceOfSequence(ParallelStyle):
+    """Into a block that works on each position alone: a rank's slice of the sequence.
 
-    `sees_part`: what a rank normalises are some of the positions, or of the heads.
+    Without sequence parallelism, which cuts it already, the slice is cut out here and the outputs
+    are put together again. A sequence may be of any length: the last slices are then short.
+    """
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        self.sequence_parallel = sequence_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.sequence_parallel:
+            return module
+        group, size, rank = (
+            device_mesh.get_group(),
+            device_mesh.size(),
+            device_mesh.get_local_rank(),
+        )
+        compute = module.forward
+
+        def compute_slice(x: Tensor) -> Tensor:
+            seq = x.shape[SEQUENCE_DIM]
+            length = -(-seq // size)
+            num_own = min(max(seq - rank * length, 0), length)
+            whole = F.pad(x, (0, 0, 0, length * size - seq))
+            own = keep_slice(whole, dim=SEQUENCE_DIM, group=group)[:, :num_own]
+            out = F.pad(compute(own), (0, 0, 0, length - num_own))  # (batch, length, hidden)
+            out = all_gather(out, dim=SEQUENCE_DIM, group=group, grad_is_partial=False)
+            return out[:, :seq]
+
+        module.forward = compute_slice
+        return module
+
+
+class Replicated(ParallelStyle):
+    """A module whose parameters every rank holds: a norm, a projection to a latent.
+
+    `sees_part`: what a rank computes with it are some of the positions, or what some of the heads
+    make of it.
     """
 
     def __init__(self, sees_part: bool) -> None:
         self.sees_part = sees_part
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Replicate())
-        _compute_on_local_shards(module, sees_part=self.sees_part)
+        distribute(module, device_mesh, Replicate())
+        compute_on_local_shards(module, sees_part=self.sees_part)
         return module
+
+
+class RouterOfSlice(ParallelStyle):
+    """A router that every rank holds, and that sees a rank's slice of each sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Router)
+        module.extra["sum_over_sequence"] = partial(all_reduce, group=device_mesh.get_group())
+        return Replicated(sees_part=True)._apply(module, device_mesh)
 
 
 class CutDropout(ParallelStyle):
@@ -181,8 +243,8 @@ class PositionEmbedding(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Replicate())
-        _compute_on_local_shards(module, sees_part=self.sequence_parallel)
+        distribute(module, device_mesh, Replicate())
+        compute_on_local_shards(module, sees_part=self.sequence_parallel)
         if self.sequence_parallel:
             size, rank = device_mesh.size(), device_mesh.get_local_rank()
             # positions (1 or batch, seq) -> (1 or batch, seq / tp)
@@ -200,7 +262,7 @@ class VocabularyEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        _distribute(module, device_mesh, Shard(0))
+        distribute(module, device_mesh, Shard(0))
         rows = module.num_embeddings // device_mesh.size()
         first_row = rows * device_mesh.get_local_rank()
         leave = _exit(device_mesh, self.sequence_parallel)
@@ -212,7 +274,7 @@ class VocabularyEmbedding(ParallelStyle):
             return leave(out.masked_fill(elsewhere[..., None], 0.0))
 
         module.forward = look_up  # type: ignore[method-assign, assignment]
-        _compute_on_local_shards(module)
+        compute_on_local_shards(module)
         return module
 
 
@@ -229,15 +291,15 @@ class VocabularyHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LMHead)
-        _distribute(module, device_mesh, Shard(0))
+        distribute(module, device_mesh, Shard(0))
         if not self.loss_parallel:
-            _compute_on_local_shards(module, gather=True)
+            compute_on_local_shards(module, gather=True)
             if self.sequence_parallel:
                 group = device_mesh.get_group()
                 enter = partial(all_gather, dim=SEQUENCE_DIM, group=group, grad_is_partial=False)
                 module.register_forward_pre_hook(lambda module, args: (enter(args[0]), *args[1:]))
             return module
-        _compute_on_local_shards(module)
+        compute_on_local_shards(module)
         GatherInput(self.sequence_parallel)._apply(module, device_mesh)
         rows = module.out_features // device_mesh.size()
         group = device_mesh.get_group()
@@ -266,38 +328,6 @@ def _exit(mesh: DeviceMesh, sequence_parallel: bool) -> Callable[[Tensor], Tenso
     if sequence_parallel:
         return partial(reduce_scatter, dim=SEQUENCE_DIM, group=group)
     return partial(all_reduce, group=group)
-
-
-def _distribute(
-    module: nn.Module, mesh: DeviceMesh, placement: Placement, **others: Placement
-) -> None:
-    """Turn the module's own parameters into DTensors, each rank cutting its own copy.
-
-    All at `placement`, but those that `others` names.
-    """
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        placements = [others.get(name, placement)]
-        cut = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(cut))
-
-
-def _compute_on_local_shards(
-    module: nn.Module, *, sees_part: bool = False, gather: bool = False
-) -> None:
-    """While `module.forward` runs, its parameters read as their local shards.
-
-    The gradient is cut as the parameter is. Of one that is whole on every rank it is whole too,
-    or with `sees_part` one term of a sum. `gather` makes every parameter whole first.
-    """
-
-    def local(parameter: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor)
-        if gather:
-            parameter = parameter.redistribute(placements=[Replicate()])
-        share = sees_part and parameter.placements[0].is_replicate()
-        return parameter.to_local(grad_placements=[Partial()] if share else None)
-
-    read_parameters_as(module, local)
 
 
 @torch.no_grad()

@@ -19,16 +19,20 @@ from typing import Any
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.families.config_json import read_config, read_sizes, write_config
+from torchtitan_lite.models.families.deepseek import DEEPSEEK_V3
 from torchtitan_lite.models.families.family import FIELDS, Family, Region, fits
 from torchtitan_lite.models.families.gpt2 import GPT2
 from torchtitan_lite.models.families.llama import LLAMA
 from torchtitan_lite.models.families.mamba import MAMBA
 from torchtitan_lite.models.families.mistral import MISTRAL
+from torchtitan_lite.models.families.mixtral import MIXTRAL
 from torchtitan_lite.models.families.qwen import QWEN2, QWEN3
+from torchtitan_lite.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from torchtitan_lite.models.families.smollm3 import SMOLLM3
 from torchtitan_lite.models.families.starcoder2 import STARCODER2
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STARCODER2, GPT2, MAMBA)
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, STARCODER2, GPT2, MAMBA)
+_ALL = (*_DENSE, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 FLAVORS = {name: flavors for family in _ALL for name, flavors in read_sizes(family).items()}
 AUTO = "auto"
@@ -108,13 +112,14 @@ def family_of(config: ModelConfig) -> Family:
 def regions(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Region]]:
     """Parameter -> where its numbers lie on disk, by the full shapes of our parameters.
 
-    Rows of the vocabulary past vocab_size are in no region.
+    Rows of the vocabulary past vocab_size are in no region. A parameter of experts has a region
+    for each. A router's e_score_correction_bias, a buffer of ours, counts as a parameter here.
     """
     family, found = family_of(config), {}
     for name, shape in shapes.items():
         if name in ("embed_tokens.weight", "lm_head.weight"):
             shape = (config.vocab_size, *shape[1:])
-        found[name] = [family.region(name, shape)]
+        found[name] = family.regions(name, shape)
     return found
 
 

@@ -10,7 +10,7 @@ Nothing in the file that changes the logits is ignored. A key is one of five kin
 
 The rotary options have two spellings: `rope_theta` and `rope_scaling` until transformers 4, the
 table `rope_parameters` since 5. Both are read. The first is written, and `torch_dtype` rather than
-`dtype`, because both versions read these.
+`dtype`, because both versions read these. A family may have more keys of two spellings.
 
 Proven in tests/models/test_hf_config.py, where each key of each family is changed in turn.
 """
@@ -31,9 +31,10 @@ HARMLESS = (
     "architectures model_type transformers_version _name_or_path _commit_hash dtype torch_dtype "
     "bos_token_id eos_token_id pad_token_id sep_token_id tokenizer_class is_llama_config "
     "transformers.js_config use_cache output_attentions output_hidden_states return_dict "
-    "chunk_size_feed_forward _attn_implementation_autoset problem_type finetuning_task id2label label2id num_labels "
-    "task_specific_params do_sample max_length min_length temperature top_k top_p typical_p "
-    "num_beams num_return_sequences repetition_penalty length_penalty no_repeat_ngram_size"
+    "chunk_size_feed_forward _attn_implementation_autoset problem_type finetuning_task id2label "
+    "label2id num_labels task_specific_params do_sample max_length min_length temperature top_k "
+    "top_p typical_p num_beams num_return_sequences repetition_penalty length_penalty "
+    "no_repeat_ngram_size"
 )
 # These act in training only, and a family may have no key for them.
 NOT_IN_LOGITS = (
@@ -44,6 +45,11 @@ NOT_IN_LOGITS = (
 def read_config(family: Family, content: Values) -> ModelConfig:
     """The model that a config.json describes. Raises ValueError, a line for each problem."""
     problems: list[str] = []
+    for alias, name in family.aliases.items():
+        if content.get(alias) is not None:
+            if content.get(name) not in (None, content[alias]):
+                problems.append(f"{alias} and {name}: one of the two is wanted")
+            content = {**content, name: content[alias], alias: None}
     if "rope_theta" in family.keys:
         content = _in_old_spelling(family, content, problems)
     known = {name: content.get(name, key.default) for name, key in family.keys.items()}
@@ -56,6 +62,8 @@ def read_config(family: Family, content: Values) -> ModelConfig:
             problems.append(f"{name} = {value!r:.80}: only {fixed[name]!r} is computed here")
         if value is not None and name not in harmless:
             fix = "remove it from config.json if it does not"
+            if name == "quantization_config":
+                fix = "quantised weights are not read, take the model in bf16 or fp32"
             problems.append(f"{name} = {value!r:.80}: unknown, it may change the logits; {fix}")
     if problems:
         raise ValueError("\n".join(problems))

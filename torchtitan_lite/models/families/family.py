@@ -3,6 +3,8 @@
 A family is data. Its config.json is a table from keys to our fields, read and written by
 config_json.py, with two functions for what depends on several of them. Its tensors are a table
 from our modules to theirs, and a function where a parameter of ours is a part of one of theirs.
+Where a layer has experts it is the other way round: one of our parameters holds those of all
+experts, (experts, out, in), and on disk each expert has a tensor of its own, (out, in).
 
 Nothing in this folder imports torch, so a wrong config.json is told at once.
 Proven in tests/models/test_families.py.
@@ -47,10 +49,11 @@ class Key(NamedTuple):
     fields: str = ""  # ours that have its value, separated by spaces; none: Family.read has it
     default: Any = REQUIRED  # transformers' own, where the key is absent
     derive: Callable[[Values], Any] | None = None  # what null and "auto" stand for, from all keys
+    kind: str = ""  # of its value, where neither a field of ours nor the default tells
 
     def fault(self, value: Any) -> str:
         """What is wrong with its value; empty if nothing is."""
-        kind = "list | None" if self.default is None else type(self.default).__name__
+        kind = self.kind or ("list | None" if self.default is None else type(self.default).__name__)
         kind = FIELDS[self.fields.split()[0]] if self.fields else kind
         if value is REQUIRED:
             return "is missing"
@@ -71,6 +74,8 @@ class Family:
     """Fields of ours with the same value in every model of the family."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json with the one value that is computed; it is transformers' default."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other spellings of keys: theirs -> the one in `keys`."""
     harmless: str = ""
     """Keys of config.json that its code never reads, or only to draw fresh weights."""
     read: Callable[[Values], Values] = lambda known: {}
@@ -80,18 +85,30 @@ class Family:
     prefix: str = "model."
     """What the names of all tensors but the head's begin with."""
     modules: str = ""
-    """ours=theirs, separated by spaces, for modules with other names; * is the layer's number."""
+    """ours=theirs, separated by spaces, for modules with other names; * is the layer's number, and
+    # the expert's."""
     place: Callable[[str, Sequence[int]], tuple[Box, bool]] | None = None
     """Where a parameter (name, shape) lies in their tensor, and whether transposed; None: whole."""
     ignorable: tuple[str, ...] = ("*rotary_emb.inv_freq", "lm_head.weight")
-    """Shell patterns of stored tensors that may be there beside those of the model."""
+    """Shell patterns of stored tensors that may be there beside those of the model; {layers} is
+    the number of its layers."""
     columns: str = SIZES
     """Keys of config.json in which the published sizes differ."""
     sizes: Mapping[str, tuple[Values, Mapping[str, Sequence[Any]]]] = field(default_factory=dict)
     """model.name -> keys that all its flavors have, and a row each: columns, then own keys."""
 
-    def region(self, name: str, shape: Sequence[int]) -> Region:
+    def regions(self, name: str, shape: Sequence[int]) -> list[Region]:
         """Where the parameter `name` lies on disk; `shape` without rows that are only ours."""
+        if ".experts." not in name:
+            return [self._region(name, shape)]
+        stem, _, projection = name.rpartition(".")
+        one = self._region(f"{stem}.#.{projection}.weight", shape[1:])
+        return [
+            Region(one.tensor.replace("#", str(e)), one.theirs, (slice(e, e + 1), *one.ours))
+            for e in range(shape[0])
+        ]
+
+    def _region(self, name: str, shape: Sequence[int]) -> Region:
         layer = "".join(re.findall(r"^layers\.(\d+)", name))
         module, _, leaf = re.sub(r"^layers\.\d+", "layers.*", name).rpartition(".")
         names = dict(pair.split("=") for pair in self.modules.split())
