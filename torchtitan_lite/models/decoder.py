@@ -76,7 +76,8 @@ class Decoder(nn.Module):
         self.embedding_dropout = Dropout(config.embedding_dropout, "embed_tokens")
         rotates = config.layer_type == "attention" and not config.learned_positions
         self.rotary = RotaryEmbedding(config) if rotates else None
-        self.windows = {window_of_layer(config, i) for i in range(config.num_hidden_layers)}
+        attention = config.num_hidden_layers if config.layer_type == "attention" else 0
+        self.windows = {window_of_layer(config, index) for index in range(attention)}
         self.document_mask = False  # whether a position 0 begins a document that sees no other
         layer_kind = LAYERS[config.layer_type]
         self.layers = nn.ModuleDict(
