@@ -204,7 +204,7 @@ def test_a_router_counts_each_token_once_and_goes_on_counting(mode: tuple[str, s
 def test_a_router_that_counts_while_computed_again_would_be_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(activation, "_computed_again", lambda layer, context: context)
+    monkeypatch.setattr(activation, "_ComputedAgain", lambda layer, context: context)
     with pytest.raises(AssertionError):
         test_a_router_counts_each_token_once_and_goes_on_counting(PER_OP)
 

@@ -171,7 +171,7 @@ TWINS: dict[str, tuple[Any, str, Any, Degrees, dict[str, Any], str]] = {
     "router unreduced": (tensor, "Replicated", _WholeGradient, TP2, {}, GATE),
     "shared expert unreduced": (tensor, "Replicated", _WholeGradient, TP2, {}, SHARED),
     "load of a slice": (tensor, "RouterOfSlice", _CountsItsSlice, TP2, {}, GATE),
-    "counted again": (activation, "_computed_again", _counting_again, DP2, FULL, "counts 0"),
+    "counted again": (activation, "_ComputedAgain", _counting_again, DP2, FULL, "counts 0"),
 }
 
 

@@ -100,12 +100,9 @@ def assert_same(ours: Run, expected: Run) -> None:
 # The rest of the table is a slow proof; tests/parallel/test_expert_meshes.py has its meshes too,
 # without the Trainer.
 QUICK = (
-    "ep2",
     "ep4-dp2-tp2",
-    "ep4-dp2-tp2-no-sp",
     "ep2-pp2",
     "ep2-hsdp",
-    "zero1",
     "full-recomputation",
 )
 

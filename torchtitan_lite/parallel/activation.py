@@ -13,8 +13,7 @@ Proven in tests/parallel/test_activation.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,22 +69,29 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def _contexts_of_one_forward(layer: nn.Module, every_op: bool) -> Contexts:
     """What surrounds the forward of `layer`, and what surrounds its recomputation."""
     forward, again = _selective_contexts() if every_op else (nullcontext(), nullcontext())
-    return forward, _computed_again(layer, again)
+    return forward, _ComputedAgain(layer, again)
 
 
-@contextmanager
-def _computed_again(layer: nn.Module, context: AbstractContextManager[Any]) -> Iterator[None]:
-    """`context`, in which the router of `layer` does not count."""
-    routers = [module for module in layer.modules() if isinstance(module, Router)]
-    counting = [router.is_counting for router in routers]
-    for router in routers:
-        router.is_counting = False
-    try:
-        with context:
-            yield
-    finally:
-        for router, was_counting in zip(routers, counting, strict=True):
+class _ComputedAgain(AbstractContextManager[None]):
+    """`context`, in which the router of `layer` does not count.
+
+    Not a generator, which serves once: a schedule with a split backward computes twice again.
+    """
+
+    def __init__(self, layer: nn.Module, context: AbstractContextManager[Any]) -> None:
+        self.routers = [module for module in layer.modules() if isinstance(module, Router)]
+        self.context = context
+
+    def __enter__(self) -> None:
+        self.counting = [router.is_counting for router in self.routers]
+        for router in self.routers:
+            router.is_counting = False
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        for router, was_counting in zip(self.routers, self.counting, strict=True):
             router.is_counting = was_counting
+        return self.context.__exit__(*error)
 
 
 def _selective_contexts() -> Contexts:
