@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
 
 from tests.parity.harness import (
     TINY,
@@ -97,8 +96,8 @@ class MeanOfLocalMeans(RecordingTrainer):
 
     def forward_backward(self, batch: Batch) -> None:
         share = int((batch.labels != IGNORE_LABEL).sum()) * self.mesh.degrees.batch
-        self.loss.begin = lambda num_tokens: GlobalBatchLoss.begin(  # type: ignore[method-assign]
-            self.loss, share
+        self.loss.begin = lambda *_: GlobalBatchLoss.begin(  # type: ignore[method-assign]
+            self.loss, share, share
         )
         super().forward_backward(batch)
 
@@ -225,11 +224,11 @@ def test_a_tied_head_that_is_not_told_the_update_is_noticed(
 def test_norm_gradients_of_a_part_of_the_sequence_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class OwnTokensOnly(tensor.Norm):
-        def __init__(self, sequence_parallel: bool) -> None:
-            self.grad_placement = Replicate()
+    class OwnTokensOnly(tensor.Replicated):
+        def __init__(self, sees_part: bool) -> None:
+            self.sees_part = False
 
-    monkeypatch.setattr(tensor, "Norm", OwnTokensOnly)
+    monkeypatch.setattr(tensor, "Replicated", OwnTokensOnly)
     wrong = red(run(Mesh(tp=2), SHORT), SHORT)
     gradients = {name for name in wrong if name.startswith("gradient of")}
     norms = {name for name in reference(SHORT).gradients if name.endswith("norm.weight")}
@@ -338,9 +337,9 @@ class RowOfAnotherBatch(RecordingTrainer):
         before, self.last = self.last, (batch.tokens[:1], batch.labels[:1])
         if before is not None:
             tokens, labels = (
-                torch.cat([old, rows[1:]]) for old, rows in zip(before, batch, strict=True)
+                torch.cat([old, rows[1:]]) for old, rows in zip(before, batch[:2], strict=True)
             )
-            batch = Batch(tokens, labels)
+            batch = batch._replace(tokens=tokens, labels=labels)
         super().forward_backward(batch)
 
 

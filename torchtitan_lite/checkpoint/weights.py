@@ -70,7 +70,7 @@ def find_weights(path: str | Path, *, key: str) -> Weights:
     if not (folder / MANIFEST).is_file() and not (folder / HF_CONFIG).is_file():
         steps, _ = list_steps(folder)
         if not steps:
-            nearby = [str(place.parent) for place in folder.glob(f"*/step-*/{MANIFEST}")]
+            nearby = [str(place.parent.parent) for place in folder.glob(f"*/step-*/{MANIFEST}")]
             hint = f"; did you mean {sorted(nearby)[0]}?" if nearby else ""
             raise ConfigError(
                 f"{named}: it holds neither {MANIFEST} (a step folder), nor whole step folders, "
