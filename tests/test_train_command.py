@@ -19,6 +19,7 @@ import pytest
 import train
 from tests.checkpoint.test_manifest import flip_a_byte
 from torchtitan_lite.data.shards import write_shards
+from torchtitan_lite.launch import told
 from torchtitan_lite.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +88,7 @@ def fork(folder: Path, argv: list[str]) -> Ended:
         os.environ.clear()
         os.environ.update(environment())
         sys.stdout, sys.stderr = open(out, "w"), open(err, "w")  # noqa: SIM115 (until it ends)
-        sys.exit(train.main(argv))
+        sys.exit(told(train.main, argv))
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
