@@ -63,7 +63,14 @@ def alone(family: str) -> Run:
     return run(Mesh(), OPTIONS, model=tiny(family))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# What has nothing that another has not; a slow proof.
+SLOW = ("mistral", "qwen2", "smollm3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FAMILIES],
+)
 def test_a_family_trains_on_every_axis_as_on_one_process(family: str) -> None:
     mesh = WITHOUT_TENSOR_PARALLEL if family == "mamba" else EVERY_AXIS
     ours, expected = run(mesh, OPTIONS, model=tiny(family)), alone(family)
