@@ -10,7 +10,6 @@ Training can read the Hugging Face folder itself, too: checkpoint.initial_load_i
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from pathlib import Path
@@ -18,14 +17,12 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.weights import check_new_folder, find_weights
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.launch import process_group, told
+from torchtitan_lite.launch import Parser, process_group, told
 
 
 def main(argv: list[str]) -> int:
     """Convert as `argv` says; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--hf_path", required=True, help="folder with config.json and safetensors")
     parser.add_argument("--output", required=True, type=Path, help="folder that receives step-0")
     options = parser.parse_args(argv)

@@ -9,21 +9,18 @@ tokenizer is the run's, or the one in --tokenizer.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.weights import check_new_folder, export_files, find_weights
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.launch import process_group, told
+from torchtitan_lite.launch import Parser, process_group, told
 
 
 def main(argv: list[str]) -> int:
     """Convert as `argv` says; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--checkpoint", help="step folder, or a folder of them for its newest")
     parser.add_argument("--output", type=Path, help="folder to make")
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json")

@@ -20,9 +20,9 @@ import sys
 import typing
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from torchtitan_lite.checkpoint.weights import Weights, find_weights, load_weights
+from torchtitan_lite.checkpoint.weights import Weights, find_weights
 from torchtitan_lite.config import (
     Config,
     ConfigError,
@@ -34,7 +34,7 @@ from torchtitan_lite.config import (
     validation_seq_len,
 )
 from torchtitan_lite.config.keys import Dataset
-from torchtitan_lite.launch import process_group, told, world_size
+from torchtitan_lite.launch import Parser, process_group, told, world_size
 from torchtitan_lite.observe.logging import init_logging, logger
 
 if TYPE_CHECKING:
@@ -60,11 +60,6 @@ READ = (
     "validation.seq_len",
     "validation.local_batch_size",
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the options)")
 
 
 def main(argv: list[str]) -> int:
@@ -108,11 +103,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this script, and the words that are keys of the configuration."""
-    parser = _Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "--checkpoint", required=True, help="step folder, folder of steps, or Hugging Face folder"
     )
@@ -149,10 +140,8 @@ def configure(
         training.seq_len = validation_seq_len(config)
     elif "training.seq_len" not in config.sources:
         training.seq_len = min(_seq_len_of_run(weights), weights.model.max_position_embeddings)
-    dtype = weights.dtype if options.dtype == "auto" else options.dtype
-    dtype = dtype if dtype == "bfloat16" else "float32"  # float16 fits in it
     if "training.mixed_precision_param" not in config.sources:
-        training.mixed_precision_param = dtype  # type: ignore[assignment]
+        training.mixed_precision_param = weights.precision(options.dtype)  # type: ignore[assignment]
     if "training.dtype" not in config.sources:  # nothing is updated: no need to store more
         training.dtype = training.mixed_precision_param
     if "model.hf_assets_path" not in config.sources:
@@ -218,20 +207,13 @@ def measure(
     import torch.distributed as dist
 
     from torchtitan_lite import device as devices
-    from torchtitan_lite.build import build_model
+    from torchtitan_lite.build import load_model
     from torchtitan_lite.evaluate import evaluate
-    from torchtitan_lite.mesh import Degrees, build_mesh
 
-    device = devices.local_device(int(os.environ.get("LOCAL_RANK", "0")))
-    devices.set_device(device)
     if config.debug.deterministic:
         devices.make_deterministic()
-    degrees = Degrees.of(config)
-    mesh = build_mesh(degrees, device.type, dist.get_rank())
-    logger.info(f"mesh {degrees} on {dist.get_world_size()} x {devices.device_name()}")
-    model = build_model(config, weights.model, mesh, device, fresh=False)
-    load_weights(weights, model.stored)
-    model.after_update()
+    model, mesh, device = load_model(config, weights)
+    logger.info(f"mesh {mesh.degrees} on {dist.get_world_size()} x {devices.device_name()}")
     return evaluate(
         model,
         rows,

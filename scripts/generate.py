@@ -16,19 +16,13 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tokenizers.decoders import DecodeStream
 
-from torchtitan_lite.checkpoint.weights import (
-    GENERATION_CONFIG,
-    Weights,
-    find_weights,
-    load_weights,
-)
+from torchtitan_lite.checkpoint.weights import GENERATION_CONFIG, Weights, find_weights
 from torchtitan_lite.config import Config, ConfigError, check_config, resolve
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_lite.launch import process_group, told, world_size
+from torchtitan_lite.launch import Parser, process_group, told, world_size
 from torchtitan_lite.observe.logging import init_logging, logger
 
 
@@ -39,11 +33,6 @@ class Row:
     prompt: str
     token_ids: list[int]  # without the prompt's
     text: str
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the options)")
 
 
 def main(argv: list[str]) -> int:
@@ -64,18 +53,12 @@ def main(argv: list[str]) -> int:
     config = configure(weights, options.dtype, world_size())
 
     # torch takes seconds to import: what was wrong so far is told without it.
-    from torchtitan_lite import device as devices
-    from torchtitan_lite.build import build_model
+    from torchtitan_lite.build import load_model
     from torchtitan_lite.generate import check_prompts, generate
-    from torchtitan_lite.mesh import Degrees, build_mesh
 
     check_prompts(weights.model, [ids for _, ids in prompts])
     with process_group():
-        device = devices.local_device(int(os.environ.get("LOCAL_RANK", "0")))
-        devices.set_device(device)
-        mesh = build_mesh(Degrees.of(config), device.type, rank)
-        model = build_model(config, weights.model, mesh, device, fresh=False)
-        load_weights(weights, model.stored)
+        model, mesh, _ = load_model(config, weights)
         silent = options.json or rank > 0
         samples = Samples(prompts, options.n_samples, tokenizer, eos_ids, silent=silent)
         generate(
@@ -100,11 +83,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options; ConfigError for a value that none of the models can take."""
-    parser = _Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, help="step folder, folder of steps, Hugging Face folder")
     prompts = parser.add_mutually_exclusive_group(required=True)
@@ -187,9 +166,8 @@ def configure(weights: Weights, dtype: str, num_ranks: int) -> Config:
     config.parallelism.tensor_parallel_degree = num_ranks
     config.sources[key] = "torchrun --nproc_per_node"
     config.parallelism.enable_sequence_parallel = False  # one token is no sequence to share
-    dtype = weights.dtype if dtype == "auto" else dtype
-    dtype = dtype if dtype == "bfloat16" else "float32"  # float16 fits in it
-    config.training.dtype = config.training.mixed_precision_param = dtype  # type: ignore[assignment]
+    config.training.dtype = weights.precision(dtype)  # type: ignore[assignment]
+    config.training.mixed_precision_param = config.training.dtype
     config.training.dataset = "synthetic"  # none is read
     config.training.seq_len = weights.model.max_position_embeddings
     problems = check_config(config, weights.model, num_ranks)

@@ -41,7 +41,7 @@ FLOORS = [
     {"train", "scripts"},
 ]
 # ... and these on its own floor: operators serve layers, a mesh is cut from a configuration, a
-# model is built to run under a loss, and an export has its tokenizer with it.
+# model is built to run under a loss or from a checkpoint, an export has its tokenizer with it.
 NEIGHBOURS = {
     ("models", "ops"),
     ("precision", "ops"),
@@ -50,6 +50,7 @@ NEIGHBOURS = {
     ("launch", "config"),
     ("launch", "device"),
     ("build", "loss"),
+    ("build", "checkpoint"),
     ("checkpoint", "data"),
     ("trainer", "evaluate"),  # validation during training
 }

@@ -7,18 +7,27 @@ Training, evaluation and generation all come through here.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from torchtitan_lite import device as devices
+from torchtitan_lite.checkpoint.weights import Weights, load_weights
 from torchtitan_lite.config import Config, ConfigError, num_stages
 from torchtitan_lite.config.derived import V_SCHEDULES
 from torchtitan_lite.loss import GlobalBatchLoss
-from torchtitan_lite.mesh import ParallelMesh
+from torchtitan_lite.mesh import Degrees, ParallelMesh, build_mesh
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.decoder import Decoder, matmul_parameters, module_names
+from torchtitan_lite.models.decoder import (
+    Decoder,
+    matmul_parameters,
+    module_names,
+    stored_buffers,
+)
 from torchtitan_lite.models.init import canonical_name, draw_parameter
 from torchtitan_lite.models.moe import Experts
 from torchtitan_lite.ops.grouped import best_kernel
@@ -93,8 +102,7 @@ class ParallelModel:
         """What the weights of this rank are on disk: parameters, and biases of balancing."""
         named: dict[str, Tensor] = {**self.named_parameters}
         for part in self.parts:
-            kept = part.state_dict().keys()
-            named |= {name: b for name, b in part.named_buffers() if name in kept}
+            named |= stored_buffers(part)
         return named
 
     @property
@@ -177,6 +185,22 @@ def build_model(
         pipeline=pipeline,
         tied_head=tied_head,
     )
+
+
+def load_model(
+    config: Config, weights: Weights
+) -> tuple[ParallelModel, ParallelMesh, torch.device]:
+    """The model of a checkpoint with its weights, on the mesh that `config` asks for.
+
+    A collective of the world, whose process group is up.
+    """
+    device = devices.local_device(int(os.environ.get("LOCAL_RANK", "0")))
+    devices.set_device(device)
+    mesh = build_mesh(Degrees.of(config), device.type, dist.get_rank())
+    model = build_model(config, weights.model, mesh, device, fresh=False)
+    load_weights(weights, model.stored)
+    model.after_update()
+    return model, mesh, device
 
 
 def stage_modules(

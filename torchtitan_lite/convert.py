@@ -12,7 +12,6 @@ Proven in tests/test_convert.py.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,13 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_lite import device as devices
-from torchtitan_lite.build import build_model
+from torchtitan_lite.build import load_model
 from torchtitan_lite.checkpoint.hugging_face import read_index
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state import model_state
-from torchtitan_lite.checkpoint.weights import Weights, load_weights, write_hugging_face
+from torchtitan_lite.checkpoint.weights import Weights, write_hugging_face
 from torchtitan_lite.config import Config, resolve
-from torchtitan_lite.mesh import Degrees, build_mesh
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import stored_shapes
 from torchtitan_lite.models.families import regions
@@ -54,16 +52,9 @@ def _load(weights: Weights, dtype: str) -> Mapping[str, Tensor]:
     """The parameters in host memory, sharded over all ranks."""
     config = Config()
     config.training.dtype = config.training.mixed_precision_param = dtype  # type: ignore[assignment]
-    config.parallelism.zero_stage = 3
-    config.user_set["parallelism.zero_stage"] = "conversion"
-    resolve(config, dist.get_world_size())
     config.training.enable_cpu_offload = devices.device_type() != "cpu"
-    device = devices.local_device(int(os.environ.get("LOCAL_RANK", "0")))
-    devices.set_device(device)
-    mesh = build_mesh(Degrees.of(config), device.type, dist.get_rank())
-    model = build_model(config, weights.model, mesh, device, fresh=False)
-    load_weights(weights, model.stored)
-    return model_state(model.stored)
+    resolve(config, dist.get_world_size())
+    return model_state(load_model(config, weights)[0].stored)
 
 
 def key_table(config: ModelConfig) -> list[tuple[str, Sequence[int], str]]:

@@ -19,7 +19,6 @@ Proven in tests/test_generate.py: token for token as transformers, and as withou
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from torch.distributed import ProcessGroup
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder, DecoderLayer
+from torchtitan_lite.models.init import generator_of
 from torchtitan_lite.models.layers import attention_mask
 from torchtitan_lite.models.mamba import MambaLayer, MambaState
 from torchtitan_lite.observe.logging import logger
@@ -127,8 +127,7 @@ def _uniforms(seed: int, num_prompts: int, num_samples: int, steps: int) -> Tens
     rows = []
     for prompt in range(num_prompts):
         for sample in range(num_samples):
-            digest = hashlib.sha256(f"{seed}:{prompt}:{sample}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            generator = generator_of(f"{seed}:{prompt}:{sample}")
             rows.append(torch.rand(steps, dtype=torch.float64, generator=generator))
     return torch.stack(rows)
 

@@ -7,16 +7,32 @@ Imports torch only when there is work: a wrong argument is told at once.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 from torchtitan_lite.config import ConfigError
 
 USER_MISTAKE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of a script, whose docstring is their help; a mistake is a ConfigError."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (--help lists the options)")
 
 
 def world_size() -> int:

@@ -357,7 +357,8 @@ def test_a_bf16_layer_keeps_the_residual_in_fp32_and_reads_parameters_where_they
     layer = MambaLayer(TINY, 0)
     _randomise(layer)
     stored = copy.deepcopy(layer).bfloat16()
-    compute_in(layer, torch.bfloat16)
+    for module in layer.modules():
+        compute_in(module, torch.bfloat16)
     x, context = some_hidden(17), Context(None, None, None, {}, None)
     out = layer(x, context)
     assert out.dtype == torch.float32

@@ -83,7 +83,8 @@ def test_the_state_is_small_and_without_one_nothing_is_kept() -> None:
 def test_decoding_in_bf16_from_a_state_in_fp32_equals_uncached() -> None:
     """Parameters stored in fp32 and cast where they are used: the state may not know of it."""
     mixer, x = mixer_with(), some_hidden(12)
-    compute_in(mixer, torch.bfloat16)
+    for module in mixer.modules():
+        compute_in(module, torch.bfloat16)
     with torch.no_grad():
         expected = mixer(x.bfloat16())
         mixer.state = MambaState.empty(TINY, BATCH, dtype=x.dtype, device=x.device)

@@ -83,6 +83,15 @@ def _told(folder: Path, differences: Mapping[str, Collection[str]]) -> str:
     return f"{title}: {folder}: {listed(differences)}; {fix}"
 
 
+def model_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """In which settings a saved model is another one than ours; empty if in none.
+
+    A setting that the writer did not know stands at what it was before there was a choice.
+    """
+    changed = [name for name in ours if name in saved and saved[name] != ours[name]]
+    return ", ".join(f"{name} {saved[name]!r}, not {ours[name]!r}" for name in changed)
+
+
 def listed(differences: Mapping[str, Collection[str]], limit: int | None = NUM_NAMES_SHOWN) -> str:
     """Names by what is wrong with them, as one line; `limit` of each kind, None: all."""
     return "; ".join(

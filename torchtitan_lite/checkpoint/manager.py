@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan_lite.checkpoint.agreement import Result, agree, on_first_rank
-from torchtitan_lite.checkpoint.compare import what_to_load
+from torchtitan_lite.checkpoint.compare import model_changes, what_to_load
 from torchtitan_lite.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -271,7 +271,7 @@ class CheckpointManager:
         chosen = self._choose(step, found)
         folder = step_folder(self.folder, chosen)
         manifest = self._on_first_rank(read_manifest, folder)
-        if changes := self._changes(manifest):
+        if changes := model_changes(manifest.model, self._model):
             raise ConfigError(
                 f"{folder}: checkpoint of another model: {changes}; set model.* as it was, or "
                 "begin a run in another folder with checkpoint.initial_load_path"
@@ -287,15 +287,6 @@ class CheckpointManager:
         self._own.add(chosen)
         logger.info("resumed from %s", folder)
         return chosen
-
-    def _changes(self, manifest: Manifest) -> str:
-        """In which settings the saved model is another one than ours; empty if in none.
-
-        A setting that the writer did not know stands at what it was before there was a choice.
-        """
-        saved, ours = manifest.model, self._model
-        changed = [name for name in ours if name in saved and saved[name] != ours[name]]
-        return ", ".join(f"{name} {saved[name]!r}, not {ours[name]!r}" for name in changed)
 
     def load_from(
         self,
@@ -316,13 +307,14 @@ class CheckpointManager:
             steps, _ = self._on_first_rank(list_steps, folder)
             fix = f"name one of its steps: {steps}" if steps else "name a whole folder step-N"
             raise ConfigError(f"{key}: {'; '.join(problems)}; {fix}")
+        manifest = self._on_first_rank(read_manifest, folder)
         if model_only:
             exclude = {*exclude, *PART_PREFIXES}
-        elif self._on_first_rank(read_manifest, folder).model_only:
+        elif manifest.model_only:
             raise ConfigError(
                 f"{key}: it holds weights alone; set checkpoint.initial_load_model_only = true"
             )
-        if changes := self._changes(self._on_first_rank(read_manifest, folder)):
+        if changes := model_changes(manifest.model, self._model):
             logger.warning("%s: the weights are of another model: %s", key, changes)
         self._fill(folder, state, exclude)
         logger.info("loaded %s from %s", "weights" if model_only else "everything", folder)

@@ -6,7 +6,7 @@
 
 Generation, evaluation and conversion open what they are given through `find_weights`; it reads a
 few small files, so a mistake is told before torch is imported.
-Proven in tests/checkpoint/test_weights.py.
+Proven in tests/test_convert.py and tests/test_generate_command.py.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class Weights:
     dtype: str  # of the weights on disk, as the folder says: "float32", "bfloat16" or "float16"
     named: str = ""  # the option that named it and its value, for messages
     step: int = 0  # of the run that trained it; 0: it comes from Hugging Face
+
+    def precision(self, asked: str = "auto") -> str:
+        """What to compute in, "float32" or "bfloat16"; auto: as on disk (float16 fits in fp32)."""
+        dtype = self.dtype if asked == "auto" else asked
+        return dtype if dtype == "bfloat16" else "float32"
 
 
 def find_weights(path: str | Path, *, key: str) -> Weights:
@@ -125,18 +130,16 @@ def load_weights(
     import torch.distributed as dist
 
     from torchtitan_lite.checkpoint.agreement import agree
+    from torchtitan_lite.checkpoint.compare import model_changes
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.state import model_state
 
     state = model_state(named_parameters)
     config = config or weights.model
+    model = dataclasses.asdict(config)
     if weights.is_hf:
-        saved, ours = dataclasses.asdict(weights.model), dataclasses.asdict(config)
-        for name in (name for name in ours if ours[name] != saved[name]):
-            logger.warning(
-                "%s: the weights are of another model: %s %r, not %r",
-                weights.folder, name, saved[name], ours[name],
-            )  # fmt: skip
+        if changes := model_changes(dataclasses.asdict(weights.model), model):
+            logger.warning("%s: the weights are of another model: %s", weights.named, changes)
         agree(
             lambda: _read_hugging_face(weights, state, config),
             doing=f"loading {weights.folder}",
@@ -144,7 +147,7 @@ def load_weights(
         )
         logger.info("loaded weights from %s", weights.folder)
     else:
-        manager = CheckpointManager(weights.folder.parent, model=dataclasses.asdict(config))
+        manager = CheckpointManager(weights.folder.parent, model=model)
         manager.load_from(weights.folder, state, model_only=True)
 
 

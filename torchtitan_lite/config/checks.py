@@ -199,13 +199,18 @@ def _expert_parallel(facts: Facts) -> Findings:
             yield keys, reason, f"set it to {one_of(divisors(both))}"
 
 
-def _sequence_parallel(facts: Facts) -> Findings:
-    config, degree = facts.config, facts.config.parallelism.tensor_parallel_degree
-    switch = "parallelism.enable_sequence_parallel"
+def row_lengths(config: Config) -> dict[str, int]:
+    """Key -> tokens, of each key that says how long a row is."""
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable and config.validation.seq_len != -1:
         lengths["validation.seq_len"] = config.validation.seq_len
-    for name, length in lengths.items():
+    return lengths
+
+
+def _sequence_parallel(facts: Facts) -> Findings:
+    config, degree = facts.config, facts.config.parallelism.tensor_parallel_degree
+    switch = "parallelism.enable_sequence_parallel"
+    for name, length in row_lengths(config).items():
         if config.parallelism.enable_sequence_parallel and length % degree:
             reason = f"sequence parallelism shares the {length} tokens of a row among {degree} "
             reason += "ranks, which does not divide them"
@@ -214,12 +219,11 @@ def _sequence_parallel(facts: Facts) -> Findings:
 
 
 def _learned_positions(facts: Facts) -> Findings:
-    config, model = facts.config, facts.model
-    if model is None or not model.learned_positions:
+    if facts.model is None or not facts.model.learned_positions:
         return
-    longest = model.max_position_embeddings
-    for name in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
-        if get_value(config, name) > longest:
+    longest = facts.model.max_position_embeddings
+    for name, length in row_lengths(facts.config).items():
+        if length > longest:
             reason = f"the model has an embedding for {longest} positions"
             yield (name,), reason, f"set it to at most {longest}, or raise the model's own"
 

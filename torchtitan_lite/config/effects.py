@@ -20,6 +20,7 @@ from torchtitan_lite.config.checks import (
     SHARD,
     TENSOR,
     ModelShape,
+    row_lengths,
 )
 from torchtitan_lite.config.derived import ZERO_STAGE, num_schedule_steps, num_warmup_steps
 from torchtitan_lite.config.keys import Config
@@ -129,7 +130,7 @@ def _experts(config: Config, model: ModelShape) -> Iterator[tuple[str, str, str]
 def _lengths(config: Config, model: ModelShape) -> Iterator[tuple[str, str, str]]:
     rotates = model.layer_type == "attention"
     longest = model.max_position_embeddings if rotates else math.inf
-    for name in ["training.seq_len"] + ["validation.seq_len"] * config.validation.enable:
-        if get_value(config, name) > longest:
+    for name, length in row_lengths(config).items():
+        if length > longest:
             reason = f"longer than the model's max_position_embeddings {longest}"
             yield name, reason, "positions beyond it are extrapolated"

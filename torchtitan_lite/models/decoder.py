@@ -166,8 +166,14 @@ def stored_shapes(config: ModelConfig) -> dict[str, Size]:
     """Name -> shape of what the weights of the whole model are on disk: a bias of balancing too."""
     with torch.device("meta"):
         model = Decoder(config)
-    buffers = {name: b.shape for name, b in model.named_buffers() if name in model.state_dict()}
-    return {**parameter_shapes(config), **buffers}
+    stored = {**dict(model.named_parameters()), **stored_buffers(model)}
+    return {name: tensor.shape for name, tensor in stored.items()}
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the weights: not sums and counts of a step."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def matmul_parameters(config: ModelConfig) -> int:

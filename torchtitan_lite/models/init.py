@@ -42,6 +42,12 @@ def canonical_name(name: str, config: ModelConfig) -> str:
     return name
 
 
+def generator_of(name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator of its own for each name, seeded by the name's hash."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
 def draw_parameter(
     name: str, shape: torch.Size, config: ModelConfig, *, seed: int, device: torch.device
 ) -> Tensor:
@@ -52,8 +58,7 @@ def draw_parameter(
         return torch.arange(1.0, shape[1] + 1, device=device).log().repeat(shape[0], 1)
     if name.endswith(".bias") and not name.endswith("dt_proj.bias"):
         return torch.zeros(shape, device=device)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    generator = generator_of(f"{seed}:{name}", device)
     weight = torch.empty(shape, device=device)
     if name.endswith("dt_proj.bias"):
         low, high = map(math.log, _TIME_STEPS)

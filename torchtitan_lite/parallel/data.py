@@ -68,7 +68,7 @@ def apply_data_parallel(
     whole: set[nn.Parameter] = set()  # what FSDP leaves alone
     for module in model.modules():
         if not (cuts_experts if isinstance(module, Experts) else cuts_dense):
-            _compute_in(module, param_dtype)
+            compute_in(module, param_dtype)
             whole.update(module.parameters(recurse=False))
     if not cuts_dense and not cuts_experts:
         return
@@ -121,13 +121,8 @@ def _cut_of_experts(parameter: nn.Parameter, *, mesh: DeviceMesh) -> Shard:
     return Shard(1) if uneven and within else Shard(0)
 
 
-def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Every parameter is cast where it is used; its gradient is accumulated in its own dtype."""
-    for module in model.modules():
-        _compute_in(module, dtype)
-
-
-def _compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """The module's own parameters are cast where used; gradients accumulate in their own dtype."""
     own = list(module.parameters(recurse=False))
     if any(parameter.dtype != dtype for parameter in own):
         read_parameters_as(module, lambda parameter: parameter.to(dtype))
