@@ -26,6 +26,7 @@ from torchtitan_lite.build import build_model, initialise
 from torchtitan_lite.config import Config, ConfigError, resolve
 from torchtitan_lite.generate import draw, generate, warp
 from torchtitan_lite.mesh import Degrees, build_mesh
+from torchtitan_lite.models.attention import RowMask
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
 
@@ -135,12 +136,15 @@ def test_padding_changes_no_row(kind: str) -> None:
 def test_a_mask_without_window_or_documents_would_be_seen(
     lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, whole = decoder_of("window"), room.attention_mask
+    decoder, dense = decoder_of("window"), RowMask.dense
     expected = greedy(decoder, PROMPTS)
-    without = {"window": {"window": None}, "documents": {"documents": False}}[lost]
-    monkeypatch.setattr(
-        room, "attention_mask", lambda positions, **options: whole(positions, **options | without)
-    )
+
+    def forgetful(self: RowMask, window: int | None) -> Tensor | None:
+        if lost == "documents":
+            self.documents = None
+        return dense(self, None if lost == "window" else window)
+
+    monkeypatch.setattr(RowMask, "dense", forgetful)
     assert greedy(decoder, PROMPTS) != expected
 
 
@@ -166,10 +170,10 @@ def test_every_token_is_computed_once() -> None:
 
 
 def test_rows_of_one_length_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask, masks = room.attention_mask, []
-    monkeypatch.setattr(room, "attention_mask", lambda *a, **k: masks.append(mask(*a, **k)))
+    dense, masks = RowMask.dense, []
+    monkeypatch.setattr(RowMask, "dense", lambda *a: masks.append(dense(*a)))
     greedy(decoder_of("plain"), prompts_of([9, 9]))
-    assert masks == [None] * NEW_TOKENS
+    assert masks and not any(mask is not None for mask in masks)
 
 
 @pytest.mark.parametrize("kind", ["plain", "state space"])

@@ -63,6 +63,7 @@ class ParallelModel:
         tokens: Tensor,
         labels: Tensor,
         keys: Tensor | None = None,
+        positions: Tensor | None = None,
         *,
         loss: GlobalBatchLoss,
         micro_batch_size: int,
@@ -70,12 +71,13 @@ class ParallelModel:
         """Forward and backward of all this rank's rows (rows, seq) of a global batch.
 
         `loss` divides, and collects the sums, on the rank of the last stage. `keys` (rows,) are
-        the randomness of dropout; None drops nothing.
+        the randomness of dropout; None drops nothing. `positions` (rows, seq) restart at each
+        document; None: a row is one.
         """
         num_micro_batches = tokens.shape[0] // micro_batch_size
         if self.pipeline is not None:
             self.pipeline.train(
-                tokens, labels, keys, loss_fn=loss, num_micro_batches=num_micro_batches
+                tokens, labels, keys, positions, loss_fn=loss, num_micro_batches=num_micro_batches
             )
         else:
             (part,) = self.parts
@@ -83,19 +85,27 @@ class ParallelModel:
                 rows = slice(index * micro_batch_size, (index + 1) * micro_batch_size)
                 last = index == num_micro_batches - 1
                 set_last_micro_batch(part, zero_stage=self.zero_stage, last=last)
-                row_keys = None if keys is None else keys[rows]
-                loss(part(tokens[rows], labels=labels[rows], keys=row_keys)).backward()
+                more = {"labels": labels, "keys": keys, "positions": positions}
+                more = {name: None if t is None else t[rows] for name, t in more.items()}
+                loss(part(tokens[rows], **more)).backward()
         reduce_partial_gradients(self.named_parameters.values())
         if self.tied_head is not None:
             self.tied_head.add_gradient_to_embedding()
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, labels: Tensor, *, loss: GlobalBatchLoss) -> None:
+    def evaluate(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        *,
+        loss: GlobalBatchLoss,
+    ) -> None:
         """Forward of one micro-batch (rows, seq); `loss` collects the sums."""
         if self.pipeline is not None:
-            self.pipeline.evaluate(tokens, labels, loss_fn=loss)
+            self.pipeline.evaluate(tokens, labels, positions, loss_fn=loss)
         else:
-            loss(self.parts[0](tokens, labels=labels))
+            loss(self.parts[0](tokens, positions=positions, labels=labels))
 
     @property
     def stored(self) -> dict[str, Tensor]:

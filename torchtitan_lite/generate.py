@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan_lite.config import ConfigError
+from torchtitan_lite.models.attention import RowMask, document_numbers
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder, DecoderLayer
 from torchtitan_lite.models.init import generator_of
-from torchtitan_lite.models.layers import attention_mask
 from torchtitan_lite.models.mamba import MambaLayer, MambaState
 from torchtitan_lite.observe.logging import logger
 
@@ -227,7 +227,7 @@ class Cache:
         self.decoder = decoder
         self.positions = positions
         self.length = 0  # tokens seen
-        self.masks: dict[int | None, Tensor | None] = {}  # of this call, by sliding window
+        self.mask: RowMask | None = None  # of this call
         if decoder.rotary is not None:  # the angles of all positions, computed once
             places = torch.arange(positions.shape[1], device=positions.device)[None]
             cos, sin = (angles[0] for angles in decoder.rotary(places))  # (length, 1, head_dim)
@@ -241,22 +241,18 @@ class Cache:
             else:
                 assert isinstance(layer, DecoderLayer)
                 core = layer.self_attn.core_attention
-                kept = KeyValues(self, core.forward, layer.self_attn.window)
-                core.forward = kept  # type: ignore[method-assign, assignment]
+                core.forward = KeyValues(self, core.forward)  # type: ignore[method-assign, assignment]
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """(batch, n) tokens so far -> (batch, vocab) logits of the next."""
         first, self.length = self.length, tokens.shape[1]
         positions = self.positions[:, : self.length]
-        self.masks = {
-            window: attention_mask(
-                positions,
-                window=window,
-                documents=self.decoder.document_mask,
-                num_queries=self.length - first,
-            )
-            for window in self.decoder.windows
-        }
+        self.mask = RowMask(
+            document_numbers(positions) if self.decoder.document_mask else None,
+            num_keys=self.length,
+            num_queries=self.length - first,
+            device=positions.device,
+        )
         return self.decoder(tokens[:, first:], positions[:, first:])[:, -1]
 
     def detach(self) -> None:
@@ -274,11 +270,11 @@ class Cache:
 class KeyValues:
     """Stands for `compute`, a core attention, and attends to the tokens of former calls too."""
 
-    def __init__(self, cache: Cache, compute: Callable[..., Tensor], window: int | None) -> None:
-        self.cache, self.compute, self.window = cache, compute, window
+    def __init__(self, cache: Cache, compute: Callable[..., Tensor]) -> None:
+        self.cache, self.compute = cache, compute
         self.kept: tuple[Tensor, ...] = ()  # k and v, (batch, kv_heads, length, head_dim)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
         """As CoreAttention.forward, but for the mask: that is the cache's."""
         if not self.kept:
             length = self.cache.positions.shape[1]
@@ -287,4 +283,4 @@ class KeyValues:
         for all_tokens, new in zip(self.kept, (k, v), strict=True):
             all_tokens.narrow(2, end - num_tokens, num_tokens).copy_(new)
         k, v = (all_tokens.narrow(2, 0, end) for all_tokens in self.kept)
-        return self.compute(q, k, v, self.cache.masks[self.window])
+        return self.compute(q, k, v, self.cache.mask)

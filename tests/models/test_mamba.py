@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.models import mamba
+from torchtitan_lite.models.attention import Context
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
-from torchtitan_lite.models.layers import Context
 from torchtitan_lite.models.mamba import MambaLayer, MambaMixer, selective_scan
 from torchtitan_lite.parallel.data import compute_in
 
@@ -359,7 +359,7 @@ def test_a_bf16_layer_keeps_the_residual_in_fp32_and_reads_parameters_where_they
     stored = copy.deepcopy(layer).bfloat16()
     for module in layer.modules():
         compute_in(module, torch.bfloat16)
-    x, context = some_hidden(17), Context(None, None, None, {}, None)
+    x, context = some_hidden(17), Context(None, None, None, None, None)
     out = layer(x, context)
     assert out.dtype == torch.float32
     assert torch.equal(out, stored(x, context))

@@ -39,7 +39,9 @@ from tests.parallel.comparison import (
     relative_error,
 )
 from tests.world import run_ranks
-from torchtitan_lite.models.layers import MLP, Attention, Context, LMHead, RotaryEmbedding
+from torchtitan_lite.models.attention import Attention, Context
+from torchtitan_lite.models.layers import MLP, LMHead
+from torchtitan_lite.models.rope import RotaryEmbedding
 from torchtitan_lite.ops.collectives import all_gather
 from torchtitan_lite.ops.dropout import Dropout
 from torchtitan_lite.parallel.parameters import compute_on_local_shards, distribute
@@ -191,7 +193,7 @@ def attention(mesh: DeviceMesh, *, sp: bool, norm_of_heads: Replicated | None = 
     )
     rotary = RotaryEmbedding(config)(torch.arange(SEQ).expand(BATCH, -1))
     cos, sin = (angle.double() for angle in rotary)
-    context = Context(cos, sin, None, {None: None}, make_keys())
+    context = Context(cos, sin, None, None, make_keys())
     return _compare(
         Attention(config, 0), plan, mesh, x=_hidden(), more=(context,), cut_in=cut, cut_out=cut
     )

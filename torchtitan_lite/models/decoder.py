@@ -12,20 +12,13 @@ from collections.abc import Iterable
 import torch
 from torch import Size, Tensor, nn
 
+from torchtitan_lite.models.attention import Attention, Context, RowMask, document_numbers
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.latent import LatentAttention
-from torchtitan_lite.models.layers import (
-    MLP,
-    Attention,
-    Context,
-    LMHead,
-    RotaryEmbedding,
-    attention_mask,
-    build_norm,
-    window_of_layer,
-)
+from torchtitan_lite.models.layers import MLP, LMHead, build_norm
 from torchtitan_lite.models.mamba import MambaLayer
 from torchtitan_lite.models.moe import MoE
+from torchtitan_lite.models.rope import RotaryEmbedding
 from torchtitan_lite.ops.dropout import Dropout
 
 
@@ -76,8 +69,6 @@ class Decoder(nn.Module):
         self.embedding_dropout = Dropout(config.embedding_dropout, "embed_tokens")
         rotates = config.layer_type == "attention" and not config.learned_positions
         self.rotary = RotaryEmbedding(config) if rotates else None
-        attention = config.num_hidden_layers if config.layer_type == "attention" else 0
-        self.windows = {window_of_layer(config, index) for index in range(attention)}
         self.document_mask = False  # whether a position 0 begins a document that sees no other
         layer_kind = LAYERS[config.layer_type]
         self.layers = nn.ModuleDict(
@@ -108,19 +99,20 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         labels: Tensor | None = None,
         keys: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Token ids (batch, seq), or the previous stage's output (batch, seq, hidden).
 
         `positions` (batch, seq) default to 0, 1, 2, ... and must be given to a stage without the
         embedding, whose input may be a part of the sequence. `keys` (batch,) are the randomness
-        of dropout (ops/dropout.py); without them nothing is dropped. Returns logits (batch, seq,
-        vocab_size); with `labels` (batch, seq), the three sums of TokenLoss; without a head,
-        hidden states.
+        of dropout (ops/dropout.py); without them nothing is dropped. `documents` are those of
+        whole rows, where `positions` are of a part. Returns logits (batch, seq, vocab_size); with
+        `labels` (batch, seq), the three sums of TokenLoss; without a head, hidden states.
         """
         if positions is None:
             assert self.embed_tokens is not None, "a later stage needs explicit positions"
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        context = self._context(positions, keys)
+        context = self._context(positions, keys, documents)
         x = tokens if self.embed_tokens is None else self._embed(tokens, positions, keys)
         for layer in self.layers.values():
             x = layer(x, context)
@@ -132,13 +124,12 @@ class Decoder(nn.Module):
             return self.lm_head(x, labels)
         return self.lm_head(x)[..., : self.config.vocab_size]
 
-    def _context(self, positions: Tensor, keys: Tensor | None) -> Context:
+    def _context(self, positions: Tensor, keys: Tensor | None, documents: Tensor | None) -> Context:
         cos, sin = self.rotary(positions) if self.rotary is not None else (None, None)
-        masks = {
-            window: attention_mask(positions, window=window, documents=self.document_mask)
-            for window in self.windows
-        }
-        return Context(cos, sin, positions if self.document_mask else None, masks, keys)
+        if documents is None and self.document_mask:
+            documents = document_numbers(positions)
+        mask = RowMask(documents, num_keys=positions.shape[1], device=positions.device)
+        return Context(cos, sin, positions if self.document_mask else None, mask, keys)
 
     def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
         assert self.embed_tokens is not None

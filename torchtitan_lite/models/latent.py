@@ -17,8 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lite.models.attention import Context, CoreAttention
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.layers import Context, CoreAttention, RMSNorm, rotate, window_of_layer
+from torchtitan_lite.models.layers import RMSNorm
+from torchtitan_lite.models.rope import rotate
 
 # Of the norms of both latents: transformers has no key for it.
 LATENT_NORM_EPS = 1e-6
@@ -30,7 +32,6 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         assert config.kv_lora_rank is not None
-        self.window = window_of_layer(config, index)
         self.interleave = config.rope_interleave
         hidden, heads, bias = (
             config.hidden_size,
@@ -57,7 +58,7 @@ class LatentAttention(nn.Module):
             config.kv_lora_rank, heads * (self.nope + self.value), bias=False
         )
         self.o_proj = nn.Linear(heads * self.value, hidden, bias=config.attention_out_bias)
-        self.core_attention = CoreAttention(config.attention_dropout, f"layers.{index}.attention")
+        self.core_attention = CoreAttention(config, index)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.has_q_latent:
@@ -73,7 +74,7 @@ class LatentAttention(nn.Module):
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, heads, seq, width)
-        out = self.core_attention(q, k, v, context.masks[self.window], context.keys)
+        out = self.core_attention(q, k, v, context.mask, context.keys)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _rotate(self, x: Tensor, context: Context) -> Tensor:

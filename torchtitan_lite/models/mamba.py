@@ -33,8 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lite.models.attention import Context
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.layers import ACTIVATIONS, Context, build_norm
+from torchtitan_lite.models.layers import ACTIVATIONS, build_norm
 
 # A step after which nothing is left. Finite, so that its share of A's gradient is 0, not 0 * inf.
 FOREVER = 1e30

@@ -15,9 +15,9 @@ Proven in tests/observe/test_flops.py against torch's FlopCounterMode, to the la
 
 from __future__ import annotations
 
+from torchtitan_lite.models.attention import window_of_layer
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import matmul_parameters
-from torchtitan_lite.models.layers import window_of_layer
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> float:

@@ -110,6 +110,7 @@ class Pipeline:
         tokens: Tensor,
         labels: Tensor,
         keys: Tensor | None = None,
+        positions: Tensor | None = None,
         *,
         loss_fn: Callable[[Tensor, Tensor], Tensor],
         num_micro_batches: int,
@@ -117,7 +118,7 @@ class Pipeline:
         """Forward and backward of all rows (rows, seq) of this rank's global batch.
 
         `loss_fn(sums, labels)` is called for each micro-batch on the rank of the last stage;
-        `keys` (rows,) go to every stage.
+        `keys` (rows,) and `positions` (rows, seq; None: 0, 1, 2, ...) go to every stage.
         """
         rows, seq_len = tokens.shape
         assert rows % num_micro_batches == 0, "shapes are static: rows must divide"
@@ -129,13 +130,18 @@ class Pipeline:
             target=labels if self.has_last else None,
             losses=[] if self.has_last else None,
             return_outputs=False,
-            positions=_positions(tokens),
+            positions=_positions(tokens) if positions is None else positions,
             labels=labels,
             **({} if keys is None else {"keys": keys}),
         )
 
     def evaluate(
-        self, tokens: Tensor, labels: Tensor, *, loss_fn: Callable[[Tensor, Tensor], Tensor]
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        positions: Tensor | None = None,
+        *,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         """Forward of one micro-batch (rows, seq) through all stages, whatever the schedule.
 
@@ -143,7 +149,7 @@ class Pipeline:
         stages in the order of the forward pass, so a receive always waits for a send that comes
         earlier in the one order (micro-batch, stage): no two ranks wait for each other.
         """
-        x, positions = tokens, _positions(tokens)
+        x, positions = tokens, _positions(tokens) if positions is None else positions
         for index, module in self.stages.items():
             if index > 0 and index - 1 not in self.stages:
                 x = torch.empty(
@@ -152,7 +158,7 @@ class Pipeline:
                     device=self.device,
                 )
                 dist.recv(x, src=self._rank_of(index - 1), group=self.group)
-            x = module(x, positions, labels)
+            x = module(x, positions=positions, labels=labels)
             if index == self.num_stages - 1:
                 loss_fn(x, labels)
             elif index + 1 not in self.stages:
