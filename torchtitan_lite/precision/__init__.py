@@ -1,0 +1,1 @@
+"""Numbers of eight bits: the formats and their scales, and the linears that multiply them."""

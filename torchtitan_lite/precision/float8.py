@@ -1,0 +1,146 @@
+"""Float8: why two formats, why a scale, and what is kept high.
+
+Eight bits make 256 numbers, which can be spent in two ways:
+
+            exponent  mantissa   step          from (normal)   to         for
+    E4M3    4 bits    3 bits     1/8 .. 1/16   2^-6            448        activations, weights
+    E5M2    5 bits    2 bits     1/4 .. 1/8    2^-14           57344      gradients
+
+A row of activations or weights is of one order of magnitude and wants the finer step; a gradient
+spreads over many orders and wants the longer way down to zero. And neither format lies where the
+numbers happen to be (all of a gradient of 1e-9 would be zero), so a block of numbers shares a
+scale that moves its largest to the end of the format:
+
+    amax = max |x|      scale = amax / largest      q = float8(x / scale)      x ~ q * scale
+
+                 block of x and of the gradient   block of the weight   the gradient is
+    tensorwise   all                              all                   E5M2
+    rowwise      a row                            a row                 E4M3
+    blockwise    1 x 128                          128 x 128             E4M3 (arXiv:2412.19437, 3.3)
+
+A row runs along the dimension that a product sums over. The fewer numbers share a scale, the less
+an outlier costs its neighbours, so that a row, or a piece of it, does without E5M2's range. The
+three products of a linear sum over three dimensions, features in, features out and tokens, so a
+tensor in two products is cast twice, unless its blocks are square.
+
+Scales are rounded to powers of two, unless told otherwise. That loses nothing: such a scale changes
+an exponent and no digit, so x is rounded as it would be under any other, and what a number becomes
+depends neither on the rank's other tokens nor on the rest of a weight that is cut. (Numbers below
+the smallest normal one excepted, at less than 2^-14 of the largest.)
+
+Kept high: sums of products in fp32, scales in fp32, the parameter itself and its gradient, biases,
+norms, routers, the softmax, the embedding, the head, and all that lies between layers.
+
+An infinity or a NaN makes all that shares its scale NaN: it is not hidden.
+Proven in tests/precision/test_float8.py, against torchao among others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SMALLEST_AMAX = 1e-12  # so that zeros have a scale; torchao's, so that results are equal
+ALIGNMENT = 16  # kernels take matrices whose rows are multiples of 16 bytes
+
+Block = tuple[int, int]  # rows and columns that share a scale; 0: all there are
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the tensors of a linear are cast, and by what they are multiplied."""
+
+    block: Block  # of the input and of the output's gradient
+    weight_block: Block
+    gradient: torch.dtype
+    powers_of_two: bool = True
+    emulate: bool = True  # multiply what float8 holds, in fp32
+
+
+RECIPES = {
+    "tensorwise": Recipe((0, 0), (0, 0), E5M2),
+    "rowwise": Recipe((1, 0), (1, 0), E4M3),
+    "blockwise": Recipe((1, 128), (128, 128), E4M3),
+}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix in float8: x ~ values * scale, block by block."""
+
+    values: Tensor  # (rows, columns)
+    scale: Tensor  # (rows / block rows, columns / block columns) fp32
+    block: Block  # without zeros
+
+    @property
+    def t(self) -> Scaled:
+        return Scaled(self.values.t(), self.scale.t(), self.block[::-1])
+
+    def high(self) -> Tensor:
+        """The numbers that it stands for, in fp32."""
+        rows, columns = self.values.shape
+        blocks = _blocks(self.values.float(), self.block) * self.scale[:, None, :, None]
+        return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
+
+
+def _blocks(x: Tensor, block: Block) -> Tensor:
+    """(rows, columns) -> (R, block rows, C, block columns), filled up with zeros."""
+    (rows, columns), (height, width) = x.shape, block
+    padded = F.pad(x, (0, -columns % width, 0, -rows % height))
+    return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+
+
+def cast(x: Tensor, dtype: torch.dtype, block: Block, *, powers_of_two: bool) -> Scaled:
+    """x: (rows, columns), neither of them 0, in float8; blocks at the ends may be cut short."""
+    rows, columns = x.shape
+    height, width = block[0] or rows, block[1] or columns
+    largest = torch.finfo(dtype).max
+    blocks = _blocks(x, (height, width))
+    amax = blocks.abs().amax((1, 3), keepdim=True)  # (R, 1, C, 1)
+    # In fp64, where eager and compiled code divide alike.
+    factor = (largest / amax.double().clamp(min=SMALLEST_AMAX)).float()
+    if powers_of_two:
+        factor = factor / (2 * torch.frexp(factor).mantissa)  # the next one below
+    # Nothing to clamp: the factor, rounded, passes the end by far less than half a step.
+    values = (blocks.float() * factor).to(dtype)
+    values = values.flatten(2).flatten(0, 1)[:rows, :columns]
+    return Scaled(values, factor.reciprocal()[:, 0, :, 0], (height, width))
+
+
+def cast_both_ways(
+    x: Tensor, dtype: torch.dtype, block: Block, *, powers_of_two: bool
+) -> tuple[Scaled, Scaled]:
+    """x and its transpose, each with rows of its own; square blocks are the same either way."""
+    scaled = cast(x, dtype, block, powers_of_two=powers_of_two)
+    if block[0] == block[1]:
+        return scaled, scaled.t
+    return scaled, cast(x.t(), dtype, block, powers_of_two=powers_of_two)
+
+
+def multiply(a: Scaled, b: Scaled, *, dtype: torch.dtype, emulate: bool) -> Tensor:
+    """a: (M, K), b: (N, K) -> a @ b^T: (M, N) in `dtype`, summed in fp32.
+
+    Emulated, the same float8 numbers are multiplied in fp32, so only the order of sums differs.
+    """
+    if emulate:
+        return (a.high() @ b.high().t()).to(dtype)
+    num_columns = b.values.shape[0]
+    left, right = _aligned(a.values), _aligned(b.values)
+    right = F.pad(right.view(torch.uint8), (0, 0, 0, -num_columns % ALIGNMENT)).view(right.dtype)
+    scale_a, scale_b = a.scale.reshape(-1, 1), b.scale.reshape(1, -1)  # one each, or one a row
+    if scale_b.numel() > 1:
+        scale_b = F.pad(scale_b, (0, -num_columns % ALIGNMENT))
+    out = torch._scaled_mm(
+        left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype
+    )  # without fast accumulation, which sums in fewer bits
+    return out[:, :num_columns]
+
+
+def _aligned(values: Tensor) -> Tensor:
+    """Row-major, and filled up with zeros, which are zeros byte by byte, to whole 16 bytes."""
+    byte = values.contiguous().view(torch.uint8)
+    return F.pad(byte, (0, -byte.shape[1] % ALIGNMENT)).view(values.dtype)
