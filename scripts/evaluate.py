@@ -51,6 +51,8 @@ READ = (
     "training.dtype",
     "training.mixed_precision_param",
     "training.dataset_text_column",
+    "training.document_mask",
+    "training.packing",
     "training.token_cache",
     "training.enable_cpu_offload",
     "loss.num_chunks",
