@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan_lite.config import ConfigError
 from torchtitan_lite.data.loader import Batch, Loader, held_out_batches, sample_rows
 from torchtitan_lite.data.order import permute
-from torchtitan_lite.data.sources import IGNORE_LABEL, SyntheticRows
+from torchtitan_lite.data.sources import IGNORE_LABEL, Row, Source, SyntheticRows
 
 NUM_ROWS = 37
 GLOBAL_BATCH = 8
@@ -187,6 +188,88 @@ def test_a_batch_is_tokens_and_labels_of_a_rank_s_rows(num_workers: int) -> None
     rows = permute(torch.arange(3, 6).numpy(), 9, seed=0, epoch=0).tolist()
     assert torch.equal(batch.labels, torch.stack([source[row][1] for row in rows]))
     loader.close()
+
+
+class Documents(NumberedRows):
+    """Rows of four tokens with the positions given for each."""
+
+    def __init__(self, positions: list[list[int] | None], *, plain: bool = False) -> None:
+        super().__init__(len(positions))
+        self.positions, self.plain = positions, plain
+
+    def __getitem__(self, row: int) -> Any:
+        given = self.positions[row]
+        positions = None if given is None else torch.tensor(given)
+        fields = (torch.full((4,), row), torch.full((4,), row), positions)
+        return fields if self.plain else Row(*fields)
+
+
+def batch_of(source: Source, *, num_workers: int = 0) -> Batch:
+    """The only global batch of an epoch of `source`, rows in their own order."""
+    loader = Loader(
+        source,
+        global_batch_size=len(source),
+        batch_rank=0,
+        batch_degree=1,
+        seed=0,
+        num_workers=num_workers,
+    )
+    try:
+        batch = next(loader)
+    finally:
+        loader.close()
+    order = batch.tokens[:, 0].argsort()
+    positions = None if batch.positions is None else batch.positions[order]
+    return batch._replace(tokens=batch.tokens[order], positions=positions)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("plain", [False, True])
+def test_positions_come_with_the_rows(num_workers: int, plain: bool) -> None:
+    given: list[list[int] | None] = [[0, 1, 2, 3], [0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 1]]
+    batch = batch_of(Documents(given, plain=plain), num_workers=num_workers)
+    assert batch.positions is not None and batch.positions.dtype == torch.int64
+    assert batch.positions.tolist() == given
+    # A row without them is one document; a batch without any has none.
+    batch = batch_of(Documents([None, [0, 1, 0, 1]], plain=plain), num_workers=num_workers)
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
+    assert batch_of(Documents([None, None]), num_workers=num_workers).positions is None
+    assert batch_of(NumberedRows(3), num_workers=num_workers).positions is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "positions",
+    [[1, 2, 3, 4], [0, 1, 3, 4], [0, 1, 1, 2], [0, 1, 2, 1], [0, -1, 0, 1], [0, 1, 2], [0] * 5],
+)
+def test_positions_that_are_none_are_one_line_that_names_the_row(
+    positions: list[int], num_workers: int
+) -> None:
+    source = Documents([[0, 1, 2, 3], [0, 1, 0, 1], positions])
+    with pytest.raises(ConfigError) as error:
+        batch_of(source, num_workers=num_workers)
+    assert str(error.value).startswith("row 2 of Documents: its positions are not 0, 1, 2 ... from")
+    assert "must start the row at 0" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"^row 2 of Documents"):
+        list(held_out_batches(source, batch_rank=0, batch_degree=1, local_batch_size=3))
+
+
+def test_rows_held_out_and_those_that_fill_up_have_positions() -> None:
+    source = Documents([[0, 0, 1, 2], [0, 1, 0, 1], [0, 1, 2, 0]])
+    for degree in (1, 2):
+        ranks = [
+            list(held_out_batches(source, batch_rank=rank, batch_degree=degree, local_batch_size=2))
+            for rank in range(degree)
+        ]
+        batches = [batch for step in zip(*ranks, strict=True) for batch in step]
+        assert all(batch.positions is not None for batch in batches)
+        found = torch.cat([batch.positions for batch in batches if batch.positions is not None])
+        assert found[:3].tolist() == source.positions and found.shape == (4, 4)
+    plain = list(
+        held_out_batches(NumberedRows(3), batch_rank=0, batch_degree=1, local_batch_size=2)
+    )
+    assert [batch.positions for batch in plain] == [None, None]
 
 
 def test_reading_ahead_does_not_move_the_random_numbers_of_training() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -94,6 +95,24 @@ def test_every_document_is_there_between_begin_and_end(
     assert index["vocab_size"] == 2048 and index["tokenizer_sha256"] == tokenizer.sha256
 
 
+def ends_of(folder: Path) -> list[int]:
+    ends: list[int] = TokenShards(folder).document_ends(key="k").tolist()
+    return ends
+
+
+def test_the_ends_of_documents_are_kept_whatever_begins_and_ends_them(
+    tmp_path: Path, text_file: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "BATCH_PIECES", 2)  # documents in several batches
+    kept = [tokenizer.encode(text) for text in TEXTS if text.strip()]
+    for name, bos, eos in [("both", 0, 1), ("end", None, 1), ("neither", None, None)]:
+        kind = dataclasses.replace(tokenizer, bos_id=bos, eos_id=eos)
+        folder = prepare_into(tmp_path / name, text_file, kind)
+        more = (bos is not None) + (eos is not None)
+        lengths = [len(tokens) + more for tokens in kept]
+        assert ends_of(folder) == [sum(lengths[: i + 1]) for i in range(3)]
+
+
 def test_text_jsonl_and_hugging_face_rows_give_the_same_tokens(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -113,8 +132,10 @@ def test_a_long_document_has_one_begin_one_end_and_the_tokens_of_the_whole(
     text = (ROOT / "assets" / "text" / "train.txt").read_text().replace("\f", "")[:600_000].strip()
     file = tmp_path / "long.txt"
     file.write_text(text)
-    tokens = tokens_of(prepare_into(tmp_path / "cache", file, tokenizer))
+    folder = prepare_into(tmp_path / "cache", file, tokenizer)
+    tokens = tokens_of(folder)
     assert tokens == document(tokenizer, text)
+    assert ends_of(folder) == [len(tokens)]
 
 
 def test_a_second_start_does_not_tokenise_again(

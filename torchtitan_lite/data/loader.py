@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.data.order import permute
-from torchtitan_lite.data.sources import IGNORE_LABEL, Source
+from torchtitan_lite.data.sources import IGNORE_LABEL, Row, Source
 
 # torchdata asks each worker for a state every so many batches; ours is one integer, kept here.
 NEVER = 1 << 62
@@ -40,7 +40,17 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # (rows, seq_len) int64
     labels: Tensor  # (rows, seq_len) int64, IGNORE_LABEL where there is none
+    positions: Tensor | None = None  # (rows, seq_len) int64; None: each row is one document
     first_sample: int = 0  # number in the run of the first of these consecutive samples
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on `device`; the host does not wait for it."""
+        moved: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=True)
+            for name, tensor in self._asdict().items()
+            if isinstance(tensor, Tensor)
+        }
+        return self._replace(**moved)
 
 
 @dataclass(eq=False)
@@ -76,10 +86,14 @@ class Loader:
             if self.num_workers > 0:
                 self._batches = self._read_ahead(rows)
             else:
-                self._batches = (_collate([self.source[row] for row in batch]) for batch in rows)
+                checked = _CheckedRows(self.source)
+                self._batches = (_collate([checked[row] for row in batch]) for batch in rows)
         rows_a_rank = self.global_batch_size // self.batch_degree
         first_sample = self.consumed_samples + self.batch_rank * rows_a_rank
-        batch = next(self._batches)._replace(first_sample=first_sample)
+        try:
+            batch = next(self._batches)._replace(first_sample=first_sample)
+        except ConfigError as error:  # a worker's has its traceback before the line
+            raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from None
         self.consumed_samples += self.global_batch_size
         return batch
 
@@ -119,7 +133,7 @@ class Loader:
                 "the package torchdata, which is not installed; pip install it or use 0"
             ) from error
         loader: Any = StatefulDataLoader(
-            self.source,
+            _CheckedRows(self.source),
             batch_sampler=rows,
             collate_fn=_collate,
             num_workers=self.num_workers,
@@ -157,14 +171,45 @@ def held_out_batches(
     All ranks get the same number of batches, so that none waits for another in a collective;
     rows that fill up the last ones have no label and so no weight.
     """
-    tokens, labels = source[0]
-    filler = torch.zeros_like(tokens), torch.full_like(labels, IGNORE_LABEL)
+    rows_of = _CheckedRows(source)
+    tokens, labels, positions = rows_of[0]
+    filler = Row(torch.zeros_like(tokens), torch.full_like(labels, IGNORE_LABEL), positions)
     for start in range(0, len(source), local_batch_size * batch_degree):
         first = start + batch_rank * local_batch_size
         rows = range(first, first + local_batch_size)
-        yield _collate([source[row] if row < len(source) else filler for row in rows])
+        yield _collate([rows_of[row] if row < len(source) else filler for row in rows])
 
 
-def _collate(rows: list[tuple[Tensor, Tensor]]) -> Batch:
-    tokens, labels = zip(*rows, strict=True)
-    return Batch(torch.stack(tokens), torch.stack(labels))
+@dataclass(frozen=True)
+class _CheckedRows:
+    """The rows of a source, each as a `Row`; ConfigError where positions are no documents."""
+
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, number: int) -> Row:
+        row = Row(*self.source[number])
+        if row.positions is not None:
+            restarts = row.positions == 0
+            sound = row.positions.shape == row.tokens.shape and bool(restarts[0])
+            if not (sound and bool((restarts[1:] | (row.positions.diff() == 1)).all())):
+                raise ConfigError(
+                    f"row {number} of {type(self.source).__name__}: its positions are not 0, 1, 2 "
+                    "... from the beginning of each document; correct that source, which must "
+                    "start the row at 0 and each document in it at 0 again"
+                )
+        return row
+
+
+def _collate(rows: list[Row]) -> Batch:
+    positions = None
+    if any(row.positions is not None for row in rows):
+        whole = torch.arange(len(rows[0].tokens))  # a row without positions is one document
+        positions = torch.stack([whole if row[2] is None else row[2] for row in rows])
+    return Batch(
+        torch.stack([row.tokens for row in rows]),
+        torch.stack([row.labels for row in rows]),
+        positions,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchtitan_lite.config import Config, validation_seq_len
+from torchtitan_lite.data.packing import PackedRows
 from torchtitan_lite.data.prepare import prepare
 from torchtitan_lite.data.shards import INDEX_NAME, TokenShards
 from torchtitan_lite.data.sources import Source, SyntheticRows, TokenRows
@@ -32,7 +33,10 @@ def open_sources(config: Config, vocab_size: int) -> tuple[Source, Source | None
 
 
 def open_held_out(config: Config, vocab_size: int, *, to_the_end: bool = False) -> Source:
-    """The rows held out, as `open_sources` has them; `to_the_end`: an incomplete last one too."""
+    """The rows held out, as `open_sources` has them; `to_the_end`: an incomplete last one too.
+
+    They are cut, packed and masked as those to train on.
+    """
     validation = config.validation
     return _open(
         config,
@@ -55,9 +59,15 @@ def _open(
     vocab_size: int,
     to_the_end: bool = False,
 ) -> Source:
+    document_mask, packing = config.training.document_mask, config.training.packing
     if kind == "synthetic":
-        seed = config.debug.seed + (section == "validation")
-        return SyntheticRows(vocab_size, seq_len, num_rows=SYNTHETIC_ROWS, seed=seed)
+        return SyntheticRows(
+            vocab_size,
+            seq_len,
+            num_rows=SYNTHETIC_ROWS,
+            seed=config.debug.seed + (section == "validation"),
+            document_mask=document_mask,
+        )
     key = f"{section}.dataset_path"
     folder = Path(path)
     is_prepared = kind == "tokens" or (kind == "auto" and (folder / INDEX_NAME).is_file())
@@ -73,4 +83,12 @@ def _open(
         )
     shards = TokenShards(folder, key=key)
     shards.check_vocabulary(vocab_size)
-    return TokenRows(shards, seq_len, to_the_end=to_the_end, key=f"{key} = {path!r}")
+    if packing == "best_fit":  # every document is in some row, to the end
+        return PackedRows(shards, seq_len, document_mask=document_mask)
+    return TokenRows(
+        shards,
+        seq_len,
+        to_the_end=to_the_end,
+        document_mask=document_mask,
+        key=f"{key} = {path!r}",
+    )

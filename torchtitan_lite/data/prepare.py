@@ -94,7 +94,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, An
     logger.info("tokenising %s", source.path)
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
         logger.warning("the tokenizer has no begin and no end token: documents run together")
-    notes = {"tokenizer_sha256": tokenizer.sha256, "num_documents": 0, "num_empty_documents": 0}
+    notes = {"tokenizer_sha256": tokenizer.sha256, "num_empty_documents": 0}
     index = write_shards(
         folder, _tokens(source, tokenizer, notes), vocab_size=tokenizer.vocab_size, notes=notes
     )
@@ -105,23 +105,27 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, An
     return index
 
 
-def _tokens(source: Source, tokenizer: Tokenizer, notes: dict[str, Any]) -> Iterator[list[int]]:
-    """The stream of token ids in batches; counts the documents in `notes`."""
+def _tokens(
+    source: Source, tokenizer: Tokenizer, notes: dict[str, Any]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Batches of token ids, each with the ends of documents in it; counts empty ones in `notes`."""
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    stream, in_document = read_pieces(source), False
+    stream, in_document, found = read_pieces(source), False, False
     while pieces := list(islice(stream, BATCH_PIECES)):
         tokens: list[int] = []
+        ends: list[int] = []
         encoded = tokenizer.encode_batch([piece.text for piece in pieces])
         for (text, ends_document), ids in zip(pieces, encoded, strict=True):
             if ends_document and not in_document and not text.strip():
                 notes["num_empty_documents"] += 1
                 continue
             tokens += [*([] if in_document else bos), *ids, *(eos if ends_document else [])]
-            notes["num_documents"] += ends_document
-            in_document = not ends_document
-        yield tokens
-    if notes["num_documents"] == 0:
+            if ends_document:
+                ends.append(len(tokens))
+            in_document, found = not ends_document, True
+        yield tokens, ends
+    if not found:
         raise ConfigError(
             f"{source.key} = {str(source.path)!r}: it holds no text; name a source that does"
         )
