@@ -38,11 +38,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {**NO_BIAS, "num_key_value_heads": 6}),
     ("llama", {"head_dim": None, "rms_norm_eps": 1e-3}),
     ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    ("mistral", {"rope_parameters": YARN_ROPE}),
     ("mistral", {"sliding_window": None, "head_dim": None}),
     ("qwen2", {"use_sliding_window": False, "head_dim": 8}),
     ("qwen2", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}),
@@ -50,6 +57,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("starcoder2", {"use_bias": False, "sliding_window": None, "hidden_act": "gelu"}),
     ("smollm3", {**NO_BIAS, "no_rope_layers": [0, 0, 0]}),
     ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+    ("smollm3", {"rope_parameters": YARN_ROPE}),
+    ("starcoder2", {"rope_parameters": YARN_ROPE}),
     ("gpt2", {"n_inner": None, "activation_function": "gelu", "layer_norm_epsilon": 1e-2}),
     ("mamba", {"use_bias": False, "use_conv_bias": False, "conv_kernel": 2, "expand": 3}),
     ("mamba", {"time_step_rank": "auto", "state_size": 3}),

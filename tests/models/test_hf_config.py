@@ -280,28 +280,49 @@ def rotary(**keys: Any) -> dict[str, Any]:
     return {**content, **keys}
 
 
-def test_both_spellings_of_rotary_options_are_read(tmp_path: Path) -> None:
-    old_type = {**ROPE_SCALING, "type": "llama3"}
+ORIGINAL = {"original_max_position_embeddings": 16}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
+MSCALES = {"beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.9}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "llama3": ROPE_SCALING,
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
+    "yarn": YARN,
+    "yarn with all": {**YARN, **MSCALES, "attention_factor": 1.1, "truncate": False},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_both_spellings_of_rotary_options_are_read(scaling: dict[str, Any], tmp_path: Path) -> None:
+    old_type = {**scaling, "type": scaling["rope_type"]}
     del old_type["rope_type"]
     spellings = [
-        rotary(rope_parameters={**ROPE_SCALING, "rope_theta": 5e5}),
-        rotary(rope_theta=5e5, rope_scaling=ROPE_SCALING),
+        rotary(rope_parameters={**scaling, "rope_theta": 5e5}),
+        rotary(rope_parameters={**old_type, "rope_theta": 5e5}),
+        rotary(rope_theta=5e5, rope_scaling=scaling),
         rotary(rope_theta=5e5, rope_scaling=old_type),
-        rotary(rope_theta=5e5, rope_scaling={**old_type, "rope_type": "llama3"}),
-        rotary(rope_theta=5e5, rope_scaling=ROPE_SCALING, rope_parameters=None),
+        rotary(rope_theta=5e5, rope_scaling={**scaling, "type": "default"}),
+        rotary(rope_theta=5e5, rope_scaling=scaling, rope_parameters=None),
+        rotary(rope_theta=7.0, rope_scaling={**scaling, "rope_theta": 5e5}),
     ]
     for content in spellings:
         config = read(tmp_path, content)
-        assert config.rope_scaling == ROPE_SCALING and config.rope_theta == 5e5
+        assert config.rope_scaling == scaling and config.rope_theta == 5e5
         theirs = transformers_config(tmp_path).rope_parameters
-        assert theirs.items() >= {**ROPE_SCALING, "rope_theta": 5e5}.items()
+        assert theirs.items() >= {**scaling, "rope_theta": 5e5}.items()
+
+
+def test_rotary_options_without_scaling_are_read(tmp_path: Path) -> None:
     assert read(tmp_path, rotary(rope_theta=5e5, rope_scaling=None)).rope_theta == 5e5
     default = read(tmp_path, rotary(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
     assert default.rope_scaling is None and default.rope_theta == 5e5
 
 
-def test_an_original_context_that_is_not_stated_is_that_of_the_model(tmp_path: Path) -> None:
-    scaling = dict(ROPE_SCALING)
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_an_original_context_that_is_not_stated_is_that_of_the_model(
+    kind: str, tmp_path: Path
+) -> None:
+    scaling = dict(SCALINGS[kind])
     del scaling["original_max_position_embeddings"]
     config = read(tmp_path, rotary(rope_scaling=scaling))
     assert config.rope_scaling == {**scaling, "original_max_position_embeddings": 256}
@@ -309,17 +330,35 @@ def test_an_original_context_that_is_not_stated_is_that_of_the_model(tmp_path: P
     assert theirs["original_max_position_embeddings"] == 256
 
 
+NULLS: dict[str, Any] = {"attention_factor": None, "beta_fast": None, "mscale": None}
+
+
+@pytest.mark.parametrize("scaling", [{**YARN, **NULLS}, {**YARN, "mscale_all_dim": 0}], ids=str)
+def test_entries_that_say_nothing_give_transformers_logits(
+    scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    content = rotary(rope_scaling=scaling)
+    config = read(tmp_path, content)
+    assert config.rope_scaling == {k: v for k, v in scaling.items() if v is not None}
+    assert_same_logits(tmp_path, content, config)
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear'"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic'"),
-        ({"rope_parameters": {"rope_type": ["llama3"]}}, "rope_type ['llama3']"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "rope_type is 'su'"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "lacks factor"),
+        ({"rope_scaling": {**YARN, "factor": None}}, "lacks factor"),
+        ({"rope_parameters": {"rope_type": ["llama3"]}}, "rope_type is ['llama3']"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
+        ({"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
         ({"rope_scaling": {"type": "default", "mrope_section": [16, 24]}}, "mrope_section"),
-        ({"rope_scaling": {**ROPE_SCALING, "attention_factor": 2.0}}, "attention_factor"),
+        ({"rope_scaling": {"type": "default", "factor": 4.0}}, "rope_type 'default' with factor"),
+        ({"rope_scaling": {**ROPE_SCALING, "attention_factor": 2.0}}, "attention_factor is 2.0"),
+        ({"rope_scaling": {**YARN, "finetuned": True}}, "rope_scaling.finetuned is True"),
+        ({"rope_scaling": {**YARN, "truncate": None}}, "rope_scaling.truncate is None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
         ({"rope_scaling": {**ROPE_SCALING, "factor": -1}}, "rope_scaling.factor is -1"),
         ({"rope_scaling": ROPE_SCALING, "rope_parameters": ROPE_SCALING}, "one of the two"),
@@ -327,7 +366,7 @@ def test_an_original_context_that_is_not_stated_is_that_of_the_model(tmp_path: P
         ({"rope_theta": "10000"}, "rope_theta = '10000'"),
         ({"rope_theta": 0}, "rope_theta is 0"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: str(value)[:60],
 )
 def test_rotary_options_that_are_not_computed_are_refused_by_name(
     keys: dict[str, Any], named: str, tmp_path: Path
@@ -839,6 +878,21 @@ def test_transformers_builds_the_same_model_from_what_is_written(
         assert torch.equal(model.eval()(tokens).logits, theirs(tokens).logits)
     config.save_pretrained(tmp_path)
     assert config_from_hf(tmp_path, key=KEY) == ours
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_a_rescaled_model_is_written_so_that_transformers_computes_the_same(
+    scaling: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    theta = {"rope_theta": 5e5}
+    changes = {"max_position_embeddings": 12, "rope_parameters": {**scaling, **theta}}
+    config = ours_from(hf_model(tiny_hf_config(family, **changes))).config
+    assert config.rope_scaling == scaling
+    content = written(config)
+    assert read(tmp_path, content) == config
+    assert transformers_config(tmp_path).rope_parameters.items() >= {**scaling, **theta}.items()
+    assert_same_logits(tmp_path, content, config)
 
 
 def test_the_weights_are_loaded_in_the_precision_that_is_written(tmp_path: Path) -> None:

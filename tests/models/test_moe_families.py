@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models.hf import (
@@ -28,9 +28,13 @@ from tests.models.hf import (
     tiny_hf_model,
 )
 from tests.models.test_families import both, largest_difference
+from tests.parity.harness import Mesh, make_config
 from tests.world import RankFailure, run_ranks
-from torchtitan_lite.checkpoint.weights import find_weights, load_weights
-from torchtitan_lite.config import ConfigError
+from torchtitan_lite.build import load_model
+from torchtitan_lite.checkpoint.hugging_face import INDEX
+from torchtitan_lite.checkpoint.state import model_state
+from torchtitan_lite.checkpoint.weights import find_weights, load_weights, write_hugging_face
+from torchtitan_lite.config import ConfigError, resolve
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder, stored_shapes
 from torchtitan_lite.models.families import FLAVORS, config_from_hf, config_to_hf, regions
@@ -160,6 +164,72 @@ def test_transformers_loads_what_we_write(family: str, tmp_path: Path) -> None:
     assert all(t.equal(theirs.state_dict()[name]) for name, t in loaded.state_dict().items())
 
 
+def _export(source: Path, target: Path) -> None:
+    weights = find_weights(source, key="--hf_path")
+    state = named_weights(Decoder(weights.model))
+    load_weights(weights, state)
+    write_hugging_face(target, state, weights.model, hf_assets_path=source, dtype="bfloat16")
+
+
+def test_an_export_in_half_precision_keeps_the_bias_of_balancing_in_fp32(tmp_path: Path) -> None:
+    """On disk, and as transformers loads it; all else is rounded once."""
+    import transformers
+
+    theirs, (source, target) = tiny_hf_model("deepseek_v3"), (tmp_path / "in", tmp_path / "out")
+    theirs.save_pretrained(source)
+    run_ranks(_export, 1, source, target)
+    (path,) = target.glob("*.safetensors")
+    found, expected = load_file(path), saved(theirs)
+    assert found.keys() == expected.keys()
+    biases = {name for name in expected if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2
+    for name, tensor in expected.items():
+        rounded = tensor.bfloat16()
+        assert found[name].dtype == (torch.float32 if name in biases else torch.bfloat16), name
+        assert found[name].equal(tensor if name in biases else rounded), name
+        assert name not in biases or not rounded.float().equal(tensor), "rounding would be seen"
+    index = json.loads((target / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    for name in biases:
+        assert loaded.state_dict()[name].equal(expected[name])
+
+
+def _through_a_mesh(source: Path, target: Path, mesh: Mesh, degree: int) -> None:
+    key = "parallelism.expert_parallel_degree"
+    config = make_config(mesh, target.parent, {"training.seq_len": 16, key: degree})
+    resolve(config, mesh.world)
+    weights = find_weights(source, key="--hf_path")
+    model, _, _ = load_model(config, weights)
+    state = model_state(model.stored)
+    write_hugging_face(target, state, weights.model, hf_assets_path=source, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "degree"),
+    [
+        ("deepseek_v3", Mesh(dp_shard=4), 2),
+        ("deepseek_v3", Mesh(dp_shard=2, tp=2), 4),
+        ("qwen2_moe", Mesh(dp_shard=4), 2),  # three experts on two ranks: cut within
+        ("mixtral", Mesh(pp=2, dp_shard=2), 2),
+    ],
+    ids=str,
+)
+def test_experts_go_into_ranks_that_share_them_and_out_again(
+    family: str, mesh: Mesh, degree: int, tmp_path: Path
+) -> None:
+    """No rank holds all experts; the tensors come back bit for bit, each once."""
+    changes = {"num_local_experts": 6} if family == "mixtral" else {}
+    theirs, (source, target) = tiny_hf_model(family, **changes), (tmp_path / "in", tmp_path / "out")
+    theirs.save_pretrained(source, max_shard_size="40KB")
+    run_ranks(_through_a_mesh, mesh.world, source, target, mesh, degree)
+    (path,) = target.glob("*.safetensors")
+    found, expected = load_file(path), saved(theirs)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not found[name].equal(expected[name])] == []
+
+
 def test_two_experts_in_each_others_place_would_be_seen() -> None:
     theirs, ours = both("mixtral")
     with torch.no_grad():
@@ -200,7 +270,7 @@ def read(folder: Path, content: dict[str, Any]) -> ModelConfig:
     return config_from_hf(folder, key="--hf_path")
 
 
-YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+LONGROPE = {"rope_type": "longrope", "factor": 40.0, "original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(
@@ -217,8 +287,8 @@ YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings":
         ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}, "decoder_sparse_step = 2"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers = 1: it must be list"),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts = 1: unknown"),
-        ("deepseek_v3", {"rope_scaling": YARN, "rope_parameters": None}, "rope_type 'yarn'"),
-        ("deepseek_v3", {"rope_parameters": {**YARN, "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ("deepseek_v3", {"rope_scaling": LONGROPE, "rope_parameters": None}, "'longrope'"),
+        ("deepseek_v3", {"rope_parameters": {**LONGROPE, "rope_theta": 1e4}}, "'longrope'"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax': only 'sigmoid'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy': only 'noaux_tc'"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2: only 1"),

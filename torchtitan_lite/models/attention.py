@@ -2,8 +2,8 @@
 
 What a token may see is told once for all layers, by a RowMask: itself and what stands before it in
 its own document, and in some layers no further back than a window. The kernels want that in forms
-of their own (a dense mask, blocks, lengths of documents), so each form is made when the first
-layer asks for it, and kept for the others.
+of their own (models/backends.py), so each form is made when the first layer asks for it, and kept
+for the others.
 
     documents    1 1 1 2 2        a query (row) sees the keys (columns) with an x
                  x                of token 0
@@ -24,9 +24,9 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_lite.models.backends import attend
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.layers import RMSNorm
 from torchtitan_lite.models.rope import rotate
@@ -107,6 +107,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.window = window_of_layer(config, index)
         self.scale: float | None = None  # None: 1 / sqrt(head_dim)
+        self.backend = "sdpa"  # of models/backends.py
         self.dropout = Dropout(config.attention_dropout, f"layers.{index}.attention")
 
     def forward(
@@ -121,18 +122,15 @@ class CoreAttention(nn.Module):
 
         Without a mask it is causal; a single query then sees all keys. `keys` as in Context.
         """
-        mask = None if row_mask is None else row_mask.dense(self.window)
-        causal = mask is None and q.shape[2] > 1
         if keys is None or self.dropout.p == 0.0:
-            grouped = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=self.scale
-            )
+            rule: dict[str, Any] = {"window": self.window, "scale": self.scale}
+            return attend(q, k, v, row_mask, **rule, backend=self.backend)
         # No fused kernel takes a mask that we draw.
+        mask = None if row_mask is None else row_mask.dense(self.window)
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         scale = 1 / math.sqrt(q.shape[3]) if self.scale is None else self.scale
         scores = (q @ k.transpose(2, 3)).float() * scale
-        if causal:
+        if mask is None and q.shape[2] > 1:
             mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)

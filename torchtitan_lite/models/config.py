@@ -18,12 +18,15 @@ from typing import Any
 # one mesh has the shape that every other expects. Padded rows are zero and never predicted.
 VOCABULARY_MULTIPLE = 128
 
-LLAMA3_ROPE_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+# rope_type -> the entries that rope_scaling must have beside it; "yarn" may have more.
+ROPE_TYPES = {
+    "linear": "factor",
+    "dynamic": "factor",
+    "llama3": "factor original_max_position_embeddings low_freq_factor high_freq_factor",
+    "yarn": "factor original_max_position_embeddings",
+}
+YARN_DEFAULTS: dict[str, Any] = {"beta_slow": 1, "beta_fast": 32, "truncate": True}
+YARN_OPTIONS = (*YARN_DEFAULTS, "attention_factor", "mscale", "mscale_all_dim")
 
 CHOICES = {
     "layer_type": ("attention", "state_space"),
@@ -93,7 +96,8 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: dict[str, Any] | None = None
-    """Rescaling of the rotary frequencies: None, or a table with rope_type = "llama3"."""
+    """Rescaling of the rotary frequencies (models/rope.py): None, or a table with a rope_type,
+    "linear", "dynamic", "llama3" or "yarn", and the numbers that it needs."""
     no_rope_layer_interval: int = 0
     """Every n-th layer, the n-th first, rotates nothing (NoPE); 0: all layers rotate."""
 
@@ -256,23 +260,46 @@ class ModelConfig:
     def _check_rope_scaling(self) -> None:
         if self.rope_scaling is None:
             return
-        kind = self.rope_scaling.get("rope_type")
-        if kind != "llama3":
-            raise ValueError(f"rope_scaling has rope_type {kind!r}; 'llama3' is the one there is")
-        missing = [key for key in LLAMA3_ROPE_KEYS if key not in self.rope_scaling]
-        if missing:
-            raise ValueError(f"rope_scaling lacks {', '.join(missing)}")
-        for key in LLAMA3_ROPE_KEYS:
-            value = self.rope_scaling[key]
-            if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"rope_scaling.{key} is {value!r}; it must be a number above 0")
-        if self.rope_scaling["low_freq_factor"] >= self.rope_scaling["high_freq_factor"]:
-            raise ValueError("rope_scaling: low_freq_factor must be below high_freq_factor")
+        scaling = dict(self.rope_scaling)
+        if self.learned_positions or self.layer_type == "state_space":
+            raise ValueError(f"rope_scaling is {scaling}, and the model rotates nothing; remove it")
+        kind = scaling.pop("rope_type", None)
+        if kind not in list(ROPE_TYPES):
+            choice = ", ".join(map(repr, ROPE_TYPES))
+            raise ValueError(f"rope_scaling.rope_type is {kind!r}; choose from {choice}")
+        needed = ROPE_TYPES[kind].split()
+        if missing := [name for name in needed if name not in scaling]:
+            raise ValueError(
+                f"rope_scaling lacks {', '.join(missing)}; rope_type {kind!r} needs a number there"
+            )
+        for name, value in scaling.items():
+            if name not in needed and (kind != "yarn" or name not in YARN_OPTIONS):
+                raise ValueError(
+                    f"rope_scaling.{name} is {value!r}; rope_type {kind!r} has no such, remove it"
+                )
+            if fault := _rope_fault(name, value):
+                raise ValueError(f"rope_scaling.{name} is {value!r}; it must be {fault}")
+        numbers = YARN_DEFAULTS | scaling
+        order = "low_freq_factor high_freq_factor" if kind == "llama3" else "beta_slow beta_fast"
+        low, high = order.split()
+        if numbers[low] >= numbers[high]:
+            raise ValueError(
+                f"rope_scaling.{low} is {numbers[low]}; it must be below {high}, {numbers[high]}"
+            )
+        if kind == "dynamic" and self.head_dim < 4:
+            raise ValueError(f"head_dim is {self.head_dim}; rope_type 'dynamic' needs 4 or more")
+        if kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta is {self.rope_theta}; rope_type 'yarn' needs one above 1")
 
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the head: vocab_size rounded up to a multiple of 128."""
         return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    @property
+    def rope_follows_length(self) -> bool:
+        """Whether the rotary frequencies of a row depend on its longest position."""
+        return self.rope_scaling is not None and self.rope_scaling["rope_type"] == "dynamic"
 
     @property
     def has_dropout(self) -> bool:
@@ -282,3 +309,15 @@ class ModelConfig:
     def has_experts(self, index: int) -> bool:
         """Whether layer `index` has routed experts in the place of one MLP."""
         return self.num_experts > 0 and index >= self.first_k_dense_replace
+
+
+def _rope_fault(name: str, value: Any) -> str:
+    """What the value of an entry of rope_scaling must be; empty if it is."""
+    if name == "truncate":
+        return "" if isinstance(value, bool) else "true or false"
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if name == "factor":
+        return "" if 1 <= number < math.inf else "a number of 1 or more"
+    if name in ("mscale", "mscale_all_dim"):
+        return "" if 0 <= number < math.inf else "a number of 0 or more"
+    return "" if 0 < number < math.inf else "a number above 0"

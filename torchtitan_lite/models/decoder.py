@@ -99,20 +99,20 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         labels: Tensor | None = None,
         keys: Tensor | None = None,
-        documents: Tensor | None = None,
+        row_mask: RowMask | None = None,
     ) -> Tensor:
         """Token ids (batch, seq), or the previous stage's output (batch, seq, hidden).
 
         `positions` (batch, seq) default to 0, 1, 2, ... and must be given to a stage without the
         embedding, whose input may be a part of the sequence. `keys` (batch,) are the randomness
-        of dropout (ops/dropout.py); without them nothing is dropped. `documents` are those of
+        of dropout (ops/dropout.py); without them nothing is dropped. `row_mask` is that of
         whole rows, where `positions` are of a part. Returns logits (batch, seq, vocab_size); with
         `labels` (batch, seq), the three sums of TokenLoss; without a head, hidden states.
         """
         if positions is None:
             assert self.embed_tokens is not None, "a later stage needs explicit positions"
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        context = self._context(positions, keys, documents)
+        context = self._context(positions, keys, row_mask)
         x = tokens if self.embed_tokens is None else self._embed(tokens, positions, keys)
         for layer in self.layers.values():
             x = layer(x, context)
@@ -124,11 +124,11 @@ class Decoder(nn.Module):
             return self.lm_head(x, labels)
         return self.lm_head(x)[..., : self.config.vocab_size]
 
-    def _context(self, positions: Tensor, keys: Tensor | None, documents: Tensor | None) -> Context:
+    def _context(self, positions: Tensor, keys: Tensor | None, mask: RowMask | None) -> Context:
         cos, sin = self.rotary(positions) if self.rotary is not None else (None, None)
-        if documents is None and self.document_mask:
-            documents = document_numbers(positions)
-        mask = RowMask(documents, num_keys=positions.shape[1], device=positions.device)
+        if mask is None:
+            documents = document_numbers(positions) if self.document_mask else None
+            mask = RowMask(documents, num_keys=positions.shape[1], device=positions.device)
         return Context(cos, sin, positions if self.document_mask else None, mask, keys)
 
     def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ one head that all share:
                +-> rope, for all heads              [      | rope ]
 
 The softmax sees ordinary heads of nope + rope channels; only o_proj knows that values are narrower.
+The mscale_all_dim of yarn scales q and k alike, position or not: the softmax has its square.
 Proven in tests/models/test_moe_families.py against transformers.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torchtitan_lite.models.attention import Context, CoreAttention
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.layers import RMSNorm
-from torchtitan_lite.models.rope import rotate
+from torchtitan_lite.models.rope import mscale, rotate
 
 # Of the norms of both latents: transformers has no key for it.
 LATENT_NORM_EPS = 1e-6
@@ -59,6 +60,9 @@ class LatentAttention(nn.Module):
         )
         self.o_proj = nn.Linear(heads * self.value, hidden, bias=config.attention_out_bias)
         self.core_attention = CoreAttention(config, index)
+        scaling = config.rope_scaling or {}
+        growth = mscale(scaling.get("factor", 1), scaling.get("mscale_all_dim", 0))
+        self.core_attention.scale = growth**2 * (self.nope + self.rope) ** -0.5
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.has_q_latent:

@@ -69,7 +69,8 @@ def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(_gather_single(x.contiguous(), dim, group))
 
 
-def _scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """reduce_scatter outside of autograd."""
     return funcol.wait_tensor(_scatter_single(x.contiguous(), "sum", dim, group))
 
 
@@ -90,7 +91,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.partial:
-            return _scatter_sum(grad, ctx.dim, ctx.group), None, None, None
+            return scatter_sum(grad, ctx.dim, ctx.group), None, None, None
         mine = grad.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)]
         return mine.contiguous(), None, None, None
 
@@ -99,7 +100,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _scatter_sum(x, dim, group)
+        return scatter_sum(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

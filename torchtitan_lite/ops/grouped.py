@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_lite.device import grouped_kernel_dtypes
+
 ALIGNMENT = 16  # bytes
 
 
@@ -61,12 +63,8 @@ def align_blocks(counts: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, 
 def best_kernel(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> str:
     """The kernel for matrices of these widths on `device`: "grouped" where there is one.
 
-    It wants rows that begin at multiples of ALIGNMENT bytes, no fp64, and on accelerators bf16.
+    It wants rows that begin at multiples of ALIGNMENT bytes.
     """
-    if dtype == torch.float64 or any(width * dtype.itemsize % ALIGNMENT for width in widths):
-        return "loop"
-    if device.type == "cpu":
-        return "grouped"
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return "loop"
-    return "grouped" if torch.cuda.get_device_capability(device) >= (9, 0) else "loop"
+    is_known = str(dtype).removeprefix("torch.") in grouped_kernel_dtypes(device.type)
+    is_aligned = all(width * dtype.itemsize % ALIGNMENT == 0 for width in widths)
+    return "grouped" if is_known and is_aligned else "loop"

@@ -21,7 +21,7 @@ import dataclasses
 from typing import Any
 
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.models.config import LLAMA3_ROPE_KEYS, ModelConfig
+from torchtitan_lite.models.config import ROPE_TYPES, ModelConfig
 from torchtitan_lite.models.families.family import FIELDS, Family, Values
 
 # By their names, ours among them. gelu_new is the same formula as gelu_pytorch_tanh.
@@ -87,14 +87,15 @@ def _in_old_spelling(family: Family, content: Values, problems: list[str]) -> Va
     content["rope_scaling"] = table = table or other or None
     if not isinstance(table, dict):
         return content
-    table = {name: value for name, value in table.items() if value is not None}
+    # Null says nothing, but as `truncate`, where transformers takes it for false.
+    table = {k: value for k, value in table.items() if value is not None or k == "truncate"}
     kind = table.pop("type", "default")
     kind = table.pop("rope_type", kind)
     if "rope_theta" in table:
         content["rope_theta"] = table.pop("rope_theta")
-    if unknown := table.keys() - (LLAMA3_ROPE_KEYS if kind == "llama3" else ()):
-        problems.append(f"rope_type {kind!r} with {', '.join(unknown)}: not computed here")
-    if kind == "llama3":
+    if kind == "default" and table:
+        problems.append(f"rope_type {kind!r} with {', '.join(table)}: not computed here")
+    if "original_max_position_embeddings" in ROPE_TYPES.get(str(kind), ""):
         default = family.keys["max_position_embeddings"].default
         original = content.get("max_position_embeddings", default)
         table.setdefault("original_max_position_embeddings", original)

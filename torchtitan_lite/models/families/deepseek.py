@@ -1,7 +1,6 @@
 """DeepSeek-V3 (arXiv:2412.19437): latent attention, sigmoid routing that a bias balances.
 
-The released 671B stretches its context with yarn, which is not computed here, and is no flavor.
-16B is Moonlight-16B-A3B (arXiv:2502.16982), which has this architecture without yarn.
+16B is Moonlight-16B-A3B (arXiv:2502.16982). The released 671B is no flavor: its weights are float8.
 
 `auto_map` names the authors' own code, older than that of transformers. A layer past the last
 predicts a second token in training; the logits do not need it.
