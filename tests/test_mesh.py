@@ -66,6 +66,7 @@ def expected_groups(mesh: ParallelMesh) -> dict[str, list[int]]:
     first = place - place % degrees.ep
     groups = {
         "pp": ranks_sharing(places, rank, all_but={"pp"}),
+        "cp": ranks_sharing(places, rank, all_but={"cp"}),
         "tp": ranks_sharing(places, rank, all_but={"tp"}),
         "fsdp": ranks_sharing(places, rank, all_but={"dp_shard", "cp"}),
         "ep": block[first : first + degrees.ep],
@@ -84,7 +85,9 @@ def expected_groups(mesh: ParallelMesh) -> dict[str, list[int]]:
 def check_views(mesh: ParallelMesh) -> None:
     """Each view's coordinates and groups are those of the counted place."""
     groups = expected_groups(mesh)
-    views = {axis: (getattr(mesh, axis), axis) for axis in ("pp", "tp", "fsdp", "ep", "efsdp")}
+    views = {
+        axis: (getattr(mesh, axis), axis) for axis in ("pp", "cp", "tp", "fsdp", "ep", "efsdp")
+    }
     for axis, replicas in (("fsdp", "dp_replicate"), ("efsdp", "replicas of experts")):
         view: DeviceMesh = getattr(mesh, axis)
         hybrid = len(groups[replicas]) > 1
@@ -102,7 +105,7 @@ def check_views(mesh: ParallelMesh) -> None:
 def without_groups(degrees: Degrees, rank: int) -> ParallelMesh:
     """A mesh of which only the arithmetic is used."""
     nothing: DeviceMesh = None  # type: ignore[assignment]
-    views = dict.fromkeys(("pp", "tp", "fsdp", "ep", "efsdp"), nothing)
+    views = dict.fromkeys(("pp", "cp", "tp", "fsdp", "ep", "efsdp"), nothing)
     return ParallelMesh(degrees=degrees, rank=rank, **views)
 
 
@@ -233,7 +236,7 @@ def _talk(degrees: Degrees) -> dict[str, list[int]]:
     mesh = build_mesh(degrees, "cpu", dist.get_rank())
     check_views(mesh)
     heard = {}
-    for axis in ("pp", "tp", "fsdp", "ep", "efsdp"):
+    for axis in ("pp", "cp", "tp", "fsdp", "ep", "efsdp"):
         view: DeviceMesh = getattr(mesh, axis)
         group = view.get_group(axis)
         parts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
@@ -243,14 +246,14 @@ def _talk(degrees: Degrees) -> dict[str, list[int]]:
 
 
 def test_real_ranks_hear_their_own_groups_and_no_others() -> None:
-    for degrees in (Degrees(pp=2, dp_replicate=2, tp=2), Degrees(dp_shard=4, tp=2, ep=4)):
+    for degrees in (Degrees(pp=2, cp=2, tp=2), Degrees(dp_shard=2, cp=2, tp=2, ep=4)):
         for rank, heard in enumerate(run_ranks(_talk, 8, degrees)):
             groups = expected_groups(without_groups(degrees, rank))
             assert heard == {axis: groups[axis] for axis in heard}
 
 
 def _wait_alone(axis: str) -> str:
-    mesh = build_mesh(Degrees(pp=2, dp_shard=2, tp=2, ep=2), "cpu", dist.get_rank())
+    mesh = build_mesh(Degrees(pp=2, cp=2, tp=2, ep=2), "cpu", dist.get_rank())
     view: DeviceMesh = getattr(mesh, axis)
     group = view.get_group(axis)
     dist.all_reduce(torch.zeros(1), group=group)  # connects the group, within the long limit
@@ -265,7 +268,7 @@ def _wait_alone(axis: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("axis", ["pp", "tp", "fsdp", "ep", "efsdp"])
+@pytest.mark.parametrize("axis", ["pp", "cp", "tp", "fsdp", "ep", "efsdp"])
 def test_a_rank_that_waits_alone_in_any_group_fails_at_the_limit(axis: str) -> None:
     messages = run_ranks(_wait_alone, 8, axis, timeout=30)
     assert sum("Timed out" in message for message in messages) == 4, messages

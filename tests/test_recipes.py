@@ -75,12 +75,13 @@ def check_sizes(config: Config, model: ParallelModel) -> None:
 
     Experts are cut over all ranks of a stage that are no replicas.
     """
+    parallelism = config.parallelism
     with torch.device("meta"):
         whole = dict(Decoder(model.config).named_parameters())
     for name, parameter in model.named_parameters.items():
-        expected = config.parallelism.data_parallel_shard_degree
+        expected = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
         if not name.endswith("norm.weight"):
-            expected *= config.parallelism.tensor_parallel_degree
+            expected *= parallelism.tensor_parallel_degree
         assert parameter.shape == whole[name].shape, name
         if expected == 1 and not isinstance(parameter, DTensor):
             continue
@@ -92,6 +93,7 @@ def check_sizes(config: Config, model: ParallelModel) -> None:
 
 def test_the_recipes_that_are_promised_ship() -> None:
     dense = {"debug", "llama2_7b", "llama3_1b", "llama3_8b", "llama3_70b", "llama3_405b"}
+    dense |= {"llama3_8b_128k"}
     mixtures = {"debug_moe", "mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3_16b"}
     assert dense | mixtures <= {name.removesuffix(".toml") for name in RECIPES}
 
@@ -119,7 +121,7 @@ def test_a_recipe_whose_paths_are_not_replaced_is_refused_with_each_of_them(name
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_key_of_a_recipe_acts(name: str) -> None:
     config, model = load(name)
-    replaced = ("_path", "token_cache")
+    replaced = ("_path", "token_cache", "training.packing")
     warnings = [
         line for line in config_warnings(config, model) if not any(key in line for key in replaced)
     ]

@@ -247,7 +247,7 @@ def test_token_ids_outside_the_vocabulary_are_refused_with_the_largest(
     text: Path, tmp_path: Path
 ) -> None:
     shards = tmp_path / "shards"
-    write_shards(shards, [[*range(100), 3000]], vocab_size=4096, notes={})
+    write_shards(shards, [([*range(100), 3000], [101])], vocab_size=4096, notes={})
     flags = [f"--training.dataset_path={shards}", "--training.dataset=tokens"]
     ended = fork(tmp_path, [*recipe(text, tmp_path / "run"), *flags])
     is_refused(ended, "3000", "2048")

@@ -17,6 +17,7 @@ Proven in tests/test_world.py: results, a failing rank, a hanging rank and a ran
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -68,6 +69,7 @@ def _run_once(
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         pipes, ranks = [], []
+        gc.freeze()  # a collection in a rank would touch, and so copy, every object of this process
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
@@ -77,6 +79,7 @@ def _run_once(
             sender.close()
             pipes.append(receiver)
             ranks.append(process)
+        gc.unfreeze()
         try:
             return _collect(pipes, ranks, timeout)
         except RankFailure:

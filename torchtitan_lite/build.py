@@ -8,7 +8,9 @@ Training, evaluation and generation all come through here.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan_lite import device as devices
 from torchtitan_lite.checkpoint.weights import Weights, load_weights
-from torchtitan_lite.config import Config, ConfigError, num_stages
+from torchtitan_lite.config import Config, num_stages
 from torchtitan_lite.config.derived import V_SCHEDULES
 from torchtitan_lite.loss import GlobalBatchLoss
 from torchtitan_lite.mesh import Degrees, ParallelMesh, build_mesh
+from torchtitan_lite.models.attention import CoreAttention
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import (
     Decoder,
@@ -30,8 +33,8 @@ from torchtitan_lite.models.decoder import (
 )
 from torchtitan_lite.models.init import canonical_name, draw_parameter
 from torchtitan_lite.models.moe import Experts
-from torchtitan_lite.ops.grouped import best_kernel
 from torchtitan_lite.parallel.apply import parallelize
+from torchtitan_lite.parallel.chunks import order_of_rows
 from torchtitan_lite.parallel.data import set_last_micro_batch
 from torchtitan_lite.parallel.pipeline import (
     Pipeline,
@@ -40,6 +43,8 @@ from torchtitan_lite.parallel.pipeline import (
     stages_of_rank,
 )
 from torchtitan_lite.parallel.tensor import reduce_partial_gradients
+from torchtitan_lite.precision.fsdp import gather_in_float8
+from torchtitan_lite.precision.linear import announce_float8
 
 
 @dataclass
@@ -57,6 +62,7 @@ class ParallelModel:
     zero_stage: int
     pipeline: Pipeline | None
     tied_head: TiedHead | None
+    own_tokens: Callable[[Tensor], Tensor]  # (rows, seq) -> what of it goes through this rank
 
     def train(
         self,
@@ -154,15 +160,18 @@ def build_model(
     dtype = getattr(torch, config.training.dtype)
     storage = torch.device("cpu") if config.training.enable_cpu_offload else device
     stages: dict[int, Decoder] = {}
+    with torch.device("meta"):
+        announce_float8(Decoder(model_config), config)
     for index in held:
         with torch.device("meta"):
             part = Decoder(model_config, modules[index])
         for parameter in part.parameters():  # not the buffers, which are sums and counts
             parameter.data = parameter.data.to(dtype)
-        _configure(part, config, device)
+        _configure(part, config)
         parallelize(part, mesh, config)
         part.to_empty(device=storage)
         part.tie_weights()  # plain tensors got storage one by one
+        gather_in_float8(part, config, mesh.fsdp)
         for module in part.modules():  # also where parameters wait in host memory
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
@@ -171,7 +180,7 @@ def build_model(
         stages[index] = part
     pipeline = None
     if degrees.pp > 1:
-        cut = degrees.tp if config.parallelism.enable_sequence_parallel else 1
+        cut = degrees.cp * (degrees.tp if config.parallelism.enable_sequence_parallel else 1)
         in_fp32 = model_config.residual_in_fp32
         activation_dtype = getattr(
             torch, "float32" if in_fp32 else config.training.mixed_precision_param
@@ -194,6 +203,9 @@ def build_model(
         zero_stage=config.parallelism.zero_stage,
         pipeline=pipeline,
         tied_head=tied_head,
+        own_tokens=partial(order_of_rows(config).take, rank=mesh.place["cp"])
+        if degrees.cp > 1
+        else lambda rows: rows,
     )
 
 
@@ -273,18 +285,13 @@ def initialise(part: Decoder, *, seed: int, device: torch.device) -> None:
         local.copy_(full)
 
 
-def _configure(part: Decoder, config: Config, device: torch.device) -> None:
-    kernel, name = config.moe.kernel, config.training.mixed_precision_param
+def _configure(part: Decoder, config: Config) -> None:
     for module in part.modules():
         if isinstance(module, Experts):
-            widths = module.down_proj.shape[1:]
-            if kernel == "grouped" and best_kernel(device, getattr(torch, name), widths) == "loop":
-                raise ConfigError(
-                    f"moe.kernel = grouped: there is none on {device.type} for matrices of "
-                    f"{widths[0]} x {widths[1]} in {name}; each width must be a multiple of 8 in "
-                    "bfloat16 and of 4 in float32 (accelerators: bfloat16 alone); use loop or auto"
-                )
-            module.kernel = kernel
+            module.kernel = config.moe.kernel
+        elif isinstance(module, CoreAttention):
+            module.backend = config.model.attention_backend
+    part.document_mask = config.training.document_mask
     if part.lm_head is not None:
         part.lm_head.token_loss.num_chunks = config.loss.num_chunks
         part.lm_head.token_loss.z_loss_weight = config.loss.z_loss_weight

@@ -83,6 +83,36 @@ def backend(device_type: str, *, cpu_offload: bool = False) -> str:
     return f"cpu:gloo,{device_type}:{name}"
 
 
+def grouped_kernel_dtypes(device_type: str) -> tuple[str, ...]:
+    """The dtypes in which torch has one kernel for the products of many experts.
+
+    It wants rows that begin at multiples of 16 bytes (ops/grouped.py).
+    """
+    if device_type == "cpu":
+        return ("bfloat16", "float32")
+    if device_type == "cuda" and torch.cuda.get_device_capability() >= (9, 0):
+        return ("bfloat16",)
+    return ()
+
+
+def attention_dtypes(device_type: str, backend: str) -> tuple[str, ...]:
+    """The dtypes in which an attention backend other than sdpa trains (models/backends.py)."""
+    if backend == "flex":  # the CPU has a forward alone
+        return ("bfloat16", "float32") if device_type in ("cuda", "xpu") else ()
+    newer = device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+    return ("bfloat16",) if newer else ()
+
+
+def float8_recipes(device_type: str, dtype: str) -> tuple[str, ...]:
+    """The recipes of precision/float8.py whose products, in `dtype`, have a kernel."""
+    if device_type == "cpu":
+        return ("tensorwise", "rowwise")
+    # AMD's devices have float8 formats of their own.
+    if device_type != "cuda" or torch.version.hip or torch.cuda.get_device_capability() < (8, 9):
+        return ()
+    return ("tensorwise", "rowwise") if dtype == "bfloat16" else ("tensorwise",)
+
+
 # --- memory -----------------------------------------------------------------------------------
 
 

@@ -81,11 +81,13 @@ def evaluate(
         batch_degree=mesh.degrees.batch,
         local_batch_size=local_batch_size,
     ):
-        labels = batch.labels[batch.labels != IGNORE_LABEL]
+        labels = model.own_tokens(batch.labels)
+        labels = labels[labels != IGNORE_LABEL]
         num_tokens += len(labels)
         if bytes_of is not None:
             num_bytes += int(bytes_of[labels].sum())
-        model.evaluate(batch.tokens.to(device), batch.labels.to(device), loss=loss)
+        batch = batch.to(device)
+        model.evaluate(batch.tokens, batch.labels, batch.positions, loss=loss)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # exact for counts up to 2**53
     if mesh.owns_data and model.has_loss:
         totals[0], totals[1], totals[2] = loss.totals[1], num_tokens, num_bytes

@@ -229,7 +229,9 @@ class Cache:
         self.length = 0  # tokens seen
         self.mask: RowMask | None = None  # of this call
         if decoder.rotary is not None:  # the angles of all positions, computed once
-            places = torch.arange(positions.shape[1], device=positions.device)[None]
+            # None past the context: frequencies that follow the longest place would change.
+            num_places = min(positions.shape[1], decoder.config.max_position_embeddings)
+            places = torch.arange(num_places, device=positions.device)[None]
             cos, sin = (angles[0] for angles in decoder.rotary(places))  # (length, 1, head_dim)
             decoder.rotary.forward = lambda p: (cos[p], sin[p])  # type: ignore[method-assign, assignment]
         for layer in decoder.layers.values():

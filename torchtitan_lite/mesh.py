@@ -16,8 +16,8 @@ ep is innermost: neighbours exchange tokens. Its degree is no factor of the worl
 that read and cut everything else share out the experts too. Where nothing is sharded (zero_stage
 0) fsdp and efsdp are 1, and the ranks that they had are on dp_replicate.
 
-The data view needs no communicator of its own: it is read as coordinates. Sums over all ranks
-that hold a share of the loss run on the world group, each share contributed once
+The data view is read as coordinates, but for cp, whose ranks exchange the tokens of a row. Sums
+over all ranks that hold a share of the loss run on the world group, each share contributed once
 (`owns_data`). Flattening and unflattening meshes is private API of torch: it stays in this file.
 Proven in tests/test_mesh.py for every factorisation of 8 and 16.
 """
@@ -108,6 +108,7 @@ class ParallelMesh:
     degrees: Degrees
     rank: int
     pp: DeviceMesh
+    cp: DeviceMesh
     tp: DeviceMesh
     fsdp: DeviceMesh  # 1-D (fsdp), or 2-D (dp_replicate, fsdp) when parameters are replicated
     ep: DeviceMesh
@@ -138,12 +139,14 @@ def build_mesh(degrees: Degrees, device_type: str, rank: int) -> ParallelMesh:
     Every axis exists, also those of size 1, so that no caller asks whether it does.
     """
     world = init_device_mesh(device_type, (degrees.world,), mesh_dim_names=("world",))
+    data = _view(world, degrees.pp, cp=degrees.cp, tp=degrees.tp)
     dense = _view(world, degrees.pp, fsdp=degrees.fsdp, tp=degrees.tp)
     sparse = _view(world, degrees.pp, efsdp=degrees.efsdp, ep=degrees.ep)
     return ParallelMesh(
         degrees=degrees,
         rank=rank,
         pp=dense["pp"],
+        cp=data["cp"],
         tp=dense["tp"],
         fsdp=_with_replicas(dense, "fsdp"),
         ep=sparse["ep"],
@@ -167,7 +170,7 @@ def _with_replicas(view: DeviceMesh, axis: str) -> DeviceMesh:
 def set_timeout(mesh: ParallelMesh, seconds: float) -> None:
     """From here on, a collective of any group of this rank that takes longer is an error."""
     groups = {dist.group.WORLD}
-    for view in (mesh.pp, mesh.tp, mesh.fsdp, mesh.ep, mesh.efsdp):
+    for view in (mesh.pp, mesh.cp, mesh.tp, mesh.fsdp, mesh.ep, mesh.efsdp):
         groups.update(view.get_all_groups())
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

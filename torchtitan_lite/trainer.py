@@ -35,6 +35,7 @@ from torchtitan_lite.checkpoint.state import (
 from torchtitan_lite.checkpoint.weights import find_weights, load_weights, write_hugging_face
 from torchtitan_lite.config import (
     Config,
+    micro_batch_size,
     num_schedule_steps,
     num_warmup_steps,
     save_config,
@@ -55,6 +56,7 @@ from torchtitan_lite.optim.balance import ExpertBalance
 from torchtitan_lite.optim.clip import gradient_norm, scale_gradients
 from torchtitan_lite.optim.optimizer import build_optimizer, group_table, set_learning_rate
 from torchtitan_lite.optim.schedule import lr_factor
+from torchtitan_lite.parallel.compile import CompiledParts
 
 
 class TrainingStopped(RuntimeError):
@@ -88,6 +90,7 @@ class Trainer:
         logger.info(f"mesh {degrees} on {dist.get_world_size()} x {devices.device_name()}")
 
         self.model = build_model(config, model_config, self.mesh, self.device)
+        self.compiled = CompiledParts(self.model.parts)
         self.loss = GlobalBatchLoss(self.device)
         user_wrote_no_decay = "optimizer.no_decay" in config.user_set
         self.optimizer = build_optimizer(
@@ -161,24 +164,18 @@ class Trainer:
     def forward_backward(self, batch: Batch) -> None:
         """Leave the gradient of the whole global batch's loss in the parameters."""
         num_valid = torch.tensor(0, dtype=torch.int64, device=self.device)
-        num_local = int((batch.labels != IGNORE_LABEL).sum())
+        num_local = int((self.model.own_tokens(batch.labels) != IGNORE_LABEL).sum())
         if self.mesh.owns_data and self.mesh.place["pp"] == 0:
             num_valid += num_local
         dist.all_reduce(num_valid)
         self.loss.begin(int(num_valid), num_local)
-        pipelined = self.model.pipeline is not None
         keys = None
         if self.model.config.has_dropout:
             seed, num_rows = self.config.debug.seed, len(batch.tokens)
             keys = sample_keys(seed, batch.first_sample, num_rows, self.device)
+        size, rows = micro_batch_size(self.config), batch.to(self.device)
         self.model.train(
-            batch.tokens.to(self.device, non_blocking=True),
-            batch.labels.to(self.device, non_blocking=True),
-            keys,
-            loss=self.loss,
-            micro_batch_size=self.config.parallelism.pipeline_parallel_microbatch_size
-            if pipelined
-            else self.config.training.local_batch_size,
+            rows.tokens, rows.labels, keys, rows.positions, loss=self.loss, micro_batch_size=size
         )
 
     def gradient_norm(self) -> float:
@@ -255,6 +252,7 @@ class Trainer:
                 record = self.train_step()
                 if self.step == first_step:
                     set_timeout(self.mesh, config.comm.train_timeout_seconds)
+                    self.compiled.log_after_first_step(logger)
                 if self._is_due(config.metrics.log_freq, first_step) or "event" in record:
                     report.write(self._complete(record))
                 with self.timer.not_training():
@@ -297,6 +295,8 @@ class Trainer:
             record["z_loss"] = self.config.loss.z_loss_weight * loss[2]
         if self.balance is not None:
             record |= self.balance.report()
+        if self.compiled.pieces:
+            record["recompilations"] = self.compiled.recompilations
         record |= {"tokens_seen": self.tokens_seen, **self.timer.read()}
         record |= {"memory_gib": devices.memory_gib(), "skipped_steps": self.skipped_steps}
         return record
@@ -339,7 +339,9 @@ class Trainer:
         state, last = self._state(), self.step == self.config.training.steps
         model_only = last and options.last_save_model_only
         if model_only:
-            state = cast_state(state, getattr(torch, options.export_dtype))
+            # Biases of balancing move in steps that half precision rounds away.
+            biases = self.model.stored.keys() - self.model.named_parameters.keys()
+            state = cast_state(state, getattr(torch, options.export_dtype), exact=biases)
         self.checkpoints.save(self.step, state, model_only=model_only)
         if last and options.last_save_in_hf:
             write_hugging_face(

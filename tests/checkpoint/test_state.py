@@ -159,3 +159,10 @@ def test_every_key_belongs_to_one_part() -> None:
 def test_a_weight_may_not_go_by_the_name_of_another_part() -> None:
     with pytest.raises(AssertionError, match="optimizer.weight"):
         model_state({"optimizer.weight": torch.ones(1)})
+
+
+def test_a_cast_leaves_what_must_stay_exact() -> None:
+    state = {"weight": torch.ones(2), "bias": torch.tensor([1.001]), "step": torch.tensor(3)}
+    cast = cast_state(state, torch.bfloat16, exact={"bias"})
+    assert cast["weight"].dtype == torch.bfloat16 and cast["step"].dtype == torch.int64
+    assert cast["bias"].equal(state["bias"])

@@ -19,8 +19,21 @@ class Shape:
     max_position_embeddings: int = 2048
     layer_type: str = "attention"
     learned_positions: bool = False
+    has_dropout: bool = False
+    rope_follows_length: bool = False
     num_experts: int = 0
     router_bias: bool = False
+    hidden_size: int = 256
+    moe_intermediate_size: int = 256
+    first_k_dense_replace: int = 0
+    kv_lora_rank: int | None = None
+    attention_dropout: float = 0.0
+    head_dim: int = 32
+    qk_nope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    def has_experts(self, index: int) -> bool:
+        return self.num_experts > 0 and index >= self.first_k_dense_replace
 
 
 SYNTHETIC = ["--training.dataset", "synthetic"]

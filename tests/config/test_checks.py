@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.config.cases import Shape, checked, degrees, problems
+from torchtitan_lite import device
 from torchtitan_lite.config import (
     Config,
     ConfigError,
@@ -30,7 +32,7 @@ LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V = ("ZBVZeroBubble", "DualPipeV")
 
 PRODUCT = (
-    "let pp x dp_replicate x tp be 1, 2, 4 or 8, and parallelism.data_parallel_shard_degree -1"
+    "let pp x dp_replicate x cp x tp be 1, 2, 4 or 8, and parallelism.data_parallel_shard_degree -1"
 )
 
 
@@ -40,18 +42,20 @@ def start(ranks: int) -> str:
 
 MISFITS = [
     (degrees(tp=3), 8, "tensor_parallel_degree = 3",
-     "pp 1 x dp_replicate 1 x dp_shard -1 x tp 3 is no mesh of 8 ranks; " + PRODUCT + start(3)),
+     "pp 1 x dp_replicate 1 x dp_shard -1 x cp 1 x tp 3 is no mesh of 8 ranks; " + PRODUCT
+     + start(3)),
     (degrees(dr=2, ds=3), 8, "data_parallel_shard_degree = 3",
-     "pp 1 x dp_replicate 2 x dp_shard 3 x tp 1 is no mesh of 8 ranks; set "
+     "pp 1 x dp_replicate 2 x dp_shard 3 x cp 1 x tp 1 is no mesh of 8 ranks; set "
      "parallelism.data_parallel_shard_degree to 4, or to -1 for the rest of the world"),
     (degrees(pp=2, tp=8), 8, "tensor_parallel_degree = 8",
-     "pp 2 x dp_replicate 1 x dp_shard -1 x tp 8 is no mesh of 8 ranks; " + PRODUCT + start(16)),
+     "pp 2 x dp_replicate 1 x dp_shard -1 x cp 1 x tp 8 is no mesh of 8 ranks; " + PRODUCT
+     + start(16)),
     (degrees(tp=2), 1, "tensor_parallel_degree = 2",
-     "pp 1 x dp_replicate 1 x dp_shard -1 x tp 2 is no mesh of 1 ranks; let pp x dp_replicate x "
-     "tp be 1, and parallelism.data_parallel_shard_degree -1" + start(2)),
-    (degrees(cp=2), 2, "context_parallel_degree = 2",
-     "this version has no context parallelism; set it to 1; for long rows use tensor parallelism "
-     "with sequence parallelism"),
+     "pp 1 x dp_replicate 1 x dp_shard -1 x cp 1 x tp 2 is no mesh of 1 ranks; let pp x "
+     "dp_replicate x cp x tp be 1, and parallelism.data_parallel_shard_degree -1" + start(2)),
+    (degrees(cp=3), 8, "context_parallel_degree = 3",
+     "pp 1 x dp_replicate 1 x dp_shard -1 x cp 3 x tp 1 is no mesh of 8 ranks; " + PRODUCT
+     + start(3)),
 ]  # fmt: skip
 
 
@@ -436,3 +440,65 @@ def test_the_advice_about_micro_batches_works(schedule: str) -> None:
                 advised = f"--training.global_batch_size={batch}"
                 assert problems([*argv, advised], world=2 * pp, shape=shape) == [], line
     assert (refused > 0) == (schedule not in ("GPipe", "LoopedBFS", "ZBVZeroBubble"))
+
+
+# --- attention backends -------------------------------------------------------------------------
+
+BACKEND = "--model.attention_backend="
+KEY = 'model.attention_backend = "{0}" (from --model.attention_backend): '
+
+
+@pytest.mark.skipif(device.device_type() != "cpu", reason="says what the CPU lacks")
+@pytest.mark.parametrize(("backend", "lacks"), [("flex", "backward"), ("varlen", "kernel")])
+def test_a_backend_that_the_cpu_lacks_is_refused(backend: str, lacks: str) -> None:
+    (line,) = problems([BACKEND + backend])
+    assert line == KEY.format(backend) + f"cpu has no {lacks} for it; use sdpa"
+    assert problems([BACKEND + "sdpa"]) == []
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_backend_has_its_dtypes() -> None:
+    single = "--training.mixed_precision_param=float32"
+    for argv in ([BACKEND + "flex"], [BACKEND + "flex", single], [BACKEND + "varlen"]):
+        assert problems(argv) == []
+    (line,) = problems([BACKEND + "varlen", single])
+    told = "it has no kernel in float32; use sdpa, or set training.mixed_precision_param to "
+    assert line == KEY.format("varlen") + told + "bfloat16"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_a_backend_refuses_a_model_that_it_cannot_run(backend: str) -> None:
+    unable = {
+        "the model has no attention": Shape(layer_type="state_space"),
+        "no kernel drops attention weights (attention_dropout)": Shape(attention_dropout=0.1),
+    }
+    for reason, shape in unable.items():
+        (line,) = problems([BACKEND + backend], shape=shape)
+        assert line == KEY.format(backend) + reason + "; use sdpa"
+        assert problems([BACKEND + "sdpa"], shape=shape) == []
+    wide = Shape(kv_lora_rank=16, head_dim=64, qk_nope_head_dim=200, v_head_dim=128)
+    lines = problems([BACKEND + backend], shape=wide)
+    limit = "its heads have at most 256 channels, and the model's 264; use sdpa"
+    assert lines == ([KEY.format(backend) + limit] if backend == "varlen" else [])
+    latent = Shape(kv_lora_rank=16, head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
+    assert problems([BACKEND + backend], shape=latent) == []
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_context_parallelism_takes_a_backend_where_ranks_have_whole_rows() -> None:
+    argv, method = [BACKEND + "flex", *degrees(cp=2)], "--parallelism.context_parallel_method="
+    for other in ("allgather", "ring"):
+        (line,) = problems([*argv, method + other], world=2)
+        assert line == KEY.format("flex") + (
+            f"context parallelism by {other} has kernels of its own; use sdpa, or "
+            "parallelism.context_parallel_method ulysses"
+        )
+    assert problems([*argv, method + "ulysses"], world=2) == []
+    assert problems([*argv, method + "ring", "--parallelism.context_parallel_degree=1"]) == []

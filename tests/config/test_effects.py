@@ -28,6 +28,11 @@ ROWS = [
     ("--parallelism.disable_loss_parallel", degrees(tp=2), 2),
     ("--optimizer.momentum=0.9", ["--optimizer.name=SGD"], 1),
     ("--lr_scheduler.min_lr_factor=0.1", [], 1),
+    (
+        "--training.packing=best_fit",
+        ["--validation.enable", "--validation.dataset=tokens", "--validation.dataset_path=."],
+        1,
+    ),
     ("--training.dataloader.prefetch_factor=4", ["--training.dataloader.num_workers=1"], 1),
     ("--checkpoint.interval=5", ["--checkpoint.enable"], 1),
     ("--checkpoint.folder=x", ["--checkpoint.enable"], 1),
@@ -50,6 +55,8 @@ ROWS = [
         ["--checkpoint.enable", "--checkpoint.last_save_in_hf"],
         1,
     ),
+    ("--compile.components=model", ["--compile.enable"], 1),
+    ("--compile.backend=aot_eager", ["--compile.enable"], 1),
     ("--metrics.save_tb_folder=x", ["--metrics.enable_tensorboard"], 1),
     ("--profiling.save_traces_folder=x", ["--profiling.enable_profiling"], 1),
     ("--profiling.profiler_active=2", ["--profiling.enable_profiling"], 1),
@@ -111,6 +118,11 @@ def test_keys_of_the_data_warn_where_nothing_reads_them(tmp_path: Path) -> None:
     assert line.endswith('has no effect; training.dataset is "synthetic"')
     tokens = [*argv, "--training.dataset=tokens"]
     assert warnings(tokens) == []
+    packing = ["--training.packing=best_fit", "--validation.enable"]
+    packing.append("--validation.dataset=synthetic")
+    assert warnings([*tokens, *packing]) == []
+    (line,) = warnings([*QUIET, *packing])
+    assert line.endswith('training.dataset is "synthetic" and validation.dataset is "synthetic"')
     (line,) = warnings([*tokens, "--training.token_cache=x"])
     assert line.endswith('training.dataset is "tokens" and validation.enable is false')
     text = [*argv, "--training.dataset=text", f"--model.hf_assets_path={tmp_path}"]

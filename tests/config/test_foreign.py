@@ -77,7 +77,6 @@ activation_checkpoint: determinism_check debug per_op_sac_force_recompute_mm_sha
 checkpoint: initial_load_in_hf_quantized load_only
 checkpoint: enable_first_step_checkpoint create_seed_checkpoint enable_ft_dataloader_checkpoints
 comm: trace_buf_size save_traces_folder save_traces_file_prefix mode
-compile: enable components backend
 debug: deterministic_warn_only moe_force_load_balance
 experimental: custom_import custom_args_module
 fault_tolerance: enable process_group process_group_timeout_ms replica_id group_size
@@ -90,11 +89,10 @@ mx: recipe_name
 optimizer: early_step_in_backward
 parallelism: enable_async_tensor_parallel pipeline_parallel_schedule_csv
 parallelism: pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
-parallelism: pipeline_parallel_expert_parallel_overlap context_parallel_load_balancer
-parallelism: context_parallel_rotate_method expert_tensor_parallel_degree
+parallelism: pipeline_parallel_expert_parallel_overlap expert_tensor_parallel_degree
 parallelism: expert_parallel_comm_backend
 quantize.grouped_mm.float8: fqns
-quantize.linear.float8: recipe_name enable_fsdp_float8_all_gather filter_fqns emulate
+quantize.linear.float8: precompute_float8_dynamic_scale_for_fsdp
 quantize.linear.mx: mxfp8_dim1_cast_kernel_choice
 training: compile gc_debug
 training.dataloader: persistent_workers pin_memory
@@ -152,13 +150,11 @@ def test_no_row_hides_a_key_that_exists_and_each_row_is_about_some_key() -> None
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--compile.enable", "false"],
-        ["--compile.enable=False"],
-        ["--compile.components", "[]"],
+        ["--training.compile", "false"],
+        ["--training.compile=False"],
         ["--model.converters", ""],
         ["--parallelism.expert_tensor_parallel_degree", "1"],
         ["--parallelism.expert-tensor-parallel-degree=1"],
-        ["--parallelism.context_parallel_load_balancer", "none"],
     ],
 )
 def test_on_the_command_line_too_a_neutral_value_is_taken(argv: list[str]) -> None:
@@ -168,12 +164,12 @@ def test_on_the_command_line_too_a_neutral_value_is_taken(argv: list[str]) -> No
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--compile.enable"],
-        ["--compile.enable=true"],
+        ["--training.compile"],
+        ["--training.compile=true"],
         ["--parallelism.expert_tensor_parallel_degree", "2"],
         ["--parallelism.expert_tensor_parallel_degree", "true"],
         ["--model.converters", "quantize.linear.float8"],
-        ["--quantize.linear.float8.recipe_name", "rowwise"],
+        ["--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"],
     ],
 )
 def test_on_the_command_line_too_a_value_that_asks_is_refused(argv: list[str]) -> None:

@@ -18,10 +18,10 @@ from torchtitan_lite.config.schema import all_keys, get_value, meanings, section
 # in foreign.py that tells the key's users what to do instead.
 FROZEN = """
 job: config_file dump_folder description print_config save_config_file
-model: name flavor hf_assets_path overrides
+model: name flavor hf_assets_path overrides attention_backend
 training: seq_len local_batch_size global_batch_size steps max_norm norm_type dtype
 training: mixed_precision_param mixed_precision_reduce dataset dataset_path dataset_text_column
-training: token_cache enable_cpu_offload gc_freq max_skipped_steps
+training: token_cache document_mask packing enable_cpu_offload gc_freq max_skipped_steps
 training.dataloader: num_workers prefetch_factor
 loss: num_chunks z_loss_weight
 moe: aux_loss_weight aux_loss_form z_loss_weight bias_update_speed kernel
@@ -30,18 +30,22 @@ lr_scheduler: warmup_steps total_steps decay_ratio decay_type min_lr_factor
 parallelism: pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_microbatch_size
 parallelism: pipeline_parallel_layers_per_stage module_fqns_per_model_part
 parallelism: data_parallel_replicate_degree data_parallel_shard_degree zero_stage
-parallelism: fsdp_reshard_after_forward context_parallel_degree tensor_parallel_degree
+parallelism: fsdp_reshard_after_forward context_parallel_degree context_parallel_method
+parallelism: context_parallel_load_balancer context_parallel_rotate_method tensor_parallel_degree
 parallelism: enable_sequence_parallel disable_loss_parallel expert_parallel_degree
 checkpoint: enable folder interval load_step keep_latest_k async_mode initial_load_path
 checkpoint: initial_load_model_only initial_load_in_hf last_save_model_only last_save_in_hf
 checkpoint: export_dtype exclude_from_loading
 activation_checkpoint: mode selective_ac_option
+compile: enable components backend
 metrics: log_freq enable_tensorboard save_tb_folder enable_wandb disable_color_printing
 profiling: enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup
 profiling: enable_memory_snapshot save_memory_snapshot_folder
 comm: init_timeout_seconds train_timeout_seconds
 debug: seed deterministic
 validation: enable dataset dataset_path freq steps local_batch_size seq_len
+quantize.linear.float8: recipe_name filter_fqns round_scales_to_power_of_2
+quantize.linear.float8: enable_fsdp_float8_all_gather emulate
 """
 
 # What lies outside a key's bounds, and on them. Keys that are not named are counts: 1 and no less.
@@ -50,6 +54,7 @@ OUTSIDE_AND_ON = {
     "model.name": ([""], ["x"]),
     "model.flavor": ([""], ["x"]),
     "checkpoint.folder": ([""], ["x"]),
+    "compile.backend": ([""], ["x"]),
     "training.global_batch_size": (["0", "-2"], ["1", "-1"]),
     "parallelism.data_parallel_shard_degree": (["0", "-2"], ["1", "-1"]),
     "validation.steps": (["0", "-2"], ["1", "-1"]),

@@ -20,7 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchtitan_lite"
 
 # The loader reads its own file's name, and resolve() turns the alias into parallelism.zero_stage.
-READ_BY_THE_ROOM_ITSELF = {"job.config_file", "parallelism.fsdp_reshard_after_forward"}
+READ_BY_THE_ROOM_ITSELF = {
+    "job.config_file",
+    "parallelism.fsdp_reshard_after_forward",
+    "parallelism.context_parallel_rotate_method",
+}
 
 
 def _dotted(node: ast.AST) -> str:

@@ -74,6 +74,18 @@ def test_a_token_that_reaches_no_expert_would_be_told() -> None:
     assert run_ranks(lose_tokens, 1) == [pytest.approx(6)]
 
 
+def train_dense_layers_alone() -> tuple[dict, bool]:
+    model, config = dataclasses.replace(MODEL, first_k_dense_replace=9), make_config(Mesh(), "", {})
+    resolve(config, 1)
+    balance = ExpertBalance([Decoder(model)], model, config, torch.device("cpu"))
+    step(balance, [])
+    return balance.report(), bool(balance.shares.isfinite().all())
+
+
+def test_a_mixture_whose_layers_are_all_dense_has_nothing_to_tell() -> None:
+    assert run_ranks(train_dense_layers_alone, 1) == [({}, True)]
+
+
 def test_routers_are_found_by_the_index_of_their_layer() -> None:
     assert list(routers_of([Decoder(MODEL, ["layers.1", "layers.3", "norm"])])) == [3]
     assert routers_of([Decoder(TINY)]) == {}

@@ -46,7 +46,9 @@ PER_OP = {
     "activation_checkpoint.selective_ac_option": "op",
 }
 STAGE_1, STAGE_2 = {"parallelism.zero_stage": 1}, {"parallelism.zero_stage": 2}
-LATENT = with_experts(kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=4, v_head_dim=5)
+LATENT = with_experts(
+    kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=4, v_head_dim=5, num_key_value_heads=1
+)
 # Softmax, groups of experts, neither bias nor shared expert.
 GROUPED = with_experts(
     router_scores="softmax",
@@ -57,6 +59,10 @@ GROUPED = with_experts(
     topk_group=2,
 )
 FEW = with_experts(num_experts=4)
+ONE = with_experts(num_experts=1, num_experts_per_tok=1)
+ALONE = with_experts(num_experts_per_tok=1)
+# Widths that tensor parallelism does not cut may be odd.
+NO_DENSE = with_experts(first_k_dense_replace=0, intermediate_size=41)
 
 Case = Callable[[], Errors]
 WORLD_2: dict[str, Case] = {
@@ -64,6 +70,17 @@ WORLD_2: dict[str, Case] = {
     "ep2": partial(compare, Degrees(dp_shard=2, ep=2)),
     "ep2, groups": partial(compare, Degrees(dp_shard=2, ep=2), model=GROUPED),
     "ep2, rank 1 without tokens": partial(compare, Degrees(dp_shard=2, ep=2), num_chosen=4),
+    "ep2, every token to every expert": partial(
+        compare, Degrees(dp_shard=2, ep=2), model=with_experts(num_experts_per_tok=8)
+    ),
+    "ep2, every token to one expert": partial(
+        compare, Degrees(dp_shard=2, ep=2), model=ALONE, num_chosen=1, seq=7
+    ),
+    "ep2 of 2 experts": partial(
+        compare, Degrees(dp_shard=2, ep=2), model=with_experts(num_experts=2), num_chosen=2
+    ),
+    "one expert": partial(compare, Degrees(dp_shard=2), model=ONE, num_chosen=1),
+    "tp2 ep2, no dense layer": partial(compare, Degrees(tp=2, ep=2), model=NO_DENSE),
     "ep2, recomputed": partial(compare, Degrees(dp_shard=2, ep=2), options=FULL),
     "ep2, recomputed per op": partial(compare, Degrees(dp_shard=2, ep=2), options=PER_OP),
     "ep2, 4 micro-batches": partial(
@@ -108,6 +125,7 @@ WORLD_4: dict[str, Case] = {
 WORLD_8: dict[str, Case] = {
     "replicas of dp2 tp2 ep2": partial(compare, Degrees(dp_replicate=2, dp_shard=2, tp=2, ep=2)),
     "ep8": partial(compare, Degrees(dp_shard=8, ep=8)),
+    "ep8, one token a rank": partial(compare, Degrees(dp_shard=8, ep=8), seq=1),
     "dp8 ep4 of 4 experts": partial(compare, Degrees(dp_shard=8, ep=4), model=FEW),
     "dp8 ep1 of 4 experts": partial(compare, Degrees(dp_shard=8), model=FEW),
 }

@@ -55,10 +55,11 @@ class Mesh:
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
+    cp: int = 1
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp_replicate * self.dp_shard * self.tp
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     def __str__(self) -> str:
         sizes = dataclasses.asdict(self)
@@ -123,6 +124,7 @@ def make_config(mesh: Mesh, folder: str | Path, options: dict[str, Any]) -> Conf
         "parallelism.pipeline_parallel_degree": mesh.pp,
         "parallelism.data_parallel_replicate_degree": mesh.dp_replicate,
         "parallelism.data_parallel_shard_degree": mesh.dp_shard,
+        "parallelism.context_parallel_degree": mesh.cp,
         "parallelism.tensor_parallel_degree": mesh.tp,
         **options,
     }

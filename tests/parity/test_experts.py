@@ -40,7 +40,7 @@ LATENT = dataclasses.replace(
     qk_nope_head_dim=6,
     v_head_dim=7,
     rope_interleave=True,
-    num_key_value_heads=16,
+    num_key_value_heads=1,  # of no meaning to it, and divided by no mesh
 )
 BALANCED = {
     "moe.aux_loss_weight": 0.1,
@@ -50,6 +50,7 @@ BALANCED = {
     "optimizer.eps": 1e-4,
 }
 EP, ZERO = "parallelism.expert_parallel_degree", "parallelism.zero_stage"
+OFFLOAD = "training.enable_cpu_offload"
 NO_SEQUENCE_PARALLEL = {"parallelism.enable_sequence_parallel": False}
 
 ROWS: list[tuple[str, Mesh, dict[str, Any]]] = [
@@ -78,6 +79,9 @@ ROWS: list[tuple[str, Mesh, dict[str, Any]]] = [
             "activation_checkpoint.selective_ac_option": "op",
         },
     ),
+    ("offload", Mesh(), {OFFLOAD: True}),
+    ("ep2-offload", Mesh(dp_shard=2), {EP: 2, OFFLOAD: True}),
+    ("ep2-of-dp4-offload", Mesh(dp_shard=4), {EP: 2, OFFLOAD: True}),
     ("accumulation", Mesh(dp_shard=2), {EP: 2, "training.local_batch_size": 1}),
     ("interleaved", Mesh(pp=2), {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
 ]

@@ -25,7 +25,22 @@ MESHES = [
     for tp in (1, 2, 4, 8)
     if pp * dp * tp == world
 ]
-# In every run the table above; the rest of the clipped rows are the slow proofs of `make test-all`.
+# In every run the rows of the table on up to four ranks and one with all axes; the other meshes of
+# eight and the rest of the clipped rows are the slow proofs of `make test-all`.
+QUICK_ON_EIGHT = (Mesh(pp=2, dp_shard=2, tp=2),)
+
+
+def rows(meshes: list[Mesh]) -> list[Any]:
+    return [
+        pytest.param(
+            mesh,
+            id=str(mesh),
+            marks=() if mesh.world < 8 or mesh in QUICK_ON_EIGHT else pytest.mark.slow,
+        )
+        for mesh in meshes
+    ]
+
+
 CLIPS = pytest.mark.parametrize(
     "clip",
     [
@@ -52,13 +67,13 @@ def check(mesh: Mesh, options: dict[str, Any], **model_changes: Any) -> None:
 
 
 @CLIPS
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", rows(MESHES))
 def test_every_mesh_of_pp_dp_tp_equals_one_process(mesh: Mesh, clip: dict[str, Any]) -> None:
     check(mesh, clip)
 
 
 @pytest.mark.parametrize(
-    "mesh", [Mesh(dp_shard=2), Mesh(tp=2), Mesh(pp=2), Mesh(pp=2, dp_shard=2, tp=2)], ids=str
+    "mesh", [Mesh(dp_shard=2), Mesh(tp=2), Mesh(pp=2), Mesh(dp_shard=2, tp=2)], ids=str
 )
 def test_each_axis_with_an_active_clip_equals_one_process(mesh: Mesh) -> None:
     """The quick ones of the clipped rows of the table above, which are slow proofs."""
@@ -83,12 +98,13 @@ def test_every_zero_stage_equals_one_process(
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "mesh",
-    [
-        Mesh(dp_replicate=2, dp_shard=2),
-        Mesh(dp_replicate=2, dp_shard=2, tp=2),
-        Mesh(pp=2, dp_replicate=2, dp_shard=2),
-    ],
-    ids=str,
+    rows(
+        [
+            Mesh(dp_replicate=2, dp_shard=2),
+            Mesh(dp_replicate=2, dp_shard=2, tp=2),
+            Mesh(pp=2, dp_replicate=2, dp_shard=2),
+        ]
+    ),
 )
 def test_replicas_of_shards_equal_one_process(
     mesh: Mesh, zero_stage: int, clip: dict[str, Any]
@@ -110,7 +126,9 @@ def test_every_schedule_equals_one_process(schedule: str, dp: int, clip: dict[st
     )
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)]
+)
 def test_a_pipeline_with_every_plan_at_once_equals_one_process(schedule: str) -> None:
     check(
         Mesh(pp=2, dp_shard=2, tp=2),
@@ -167,7 +185,7 @@ def test_accumulation_changes_nothing(accumulation: int, zero_stage: int) -> Non
         (Mesh(dp_shard=2, tp=2), "1F1B"),
         (Mesh(pp=2), "1F1B"),
         (Mesh(pp=4), "1F1B"),
-        (Mesh(pp=2, dp_shard=2, tp=2), "1F1B"),
+        pytest.param(Mesh(pp=2, dp_shard=2, tp=2), "1F1B", marks=pytest.mark.slow),
         (Mesh(pp=2), "Interleaved1F1B"),
         (Mesh(pp=2, dp_shard=2), "ZBVZeroBubble"),
     ],

@@ -189,7 +189,7 @@ def test_three_steps_and_three_more_are_six_bit_by_bit(
     ("stops", "legs"),
     [
         # Twice in the first epoch, then over two epochs' ends.
-        ((1, 2), [(DP2, 3), (Mesh(tp=2), 3), (Mesh(pp=2, dp_replicate=2), 3)]),
+        ((1, 2), [(DP2, 3), (Mesh(cp=2, tp=2), 3), (Mesh(pp=2, dp_replicate=2), 3)]),
         # Once inside the second epoch, once on the very end of it.
         ((3, 5), [(DP2, 0), (DP2, 3), (DP2, 1)]),
     ],

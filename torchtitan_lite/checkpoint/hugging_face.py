@@ -53,7 +53,8 @@ from torchtitan_lite.models.families.family import Box, Region
 State = Mapping[str, Tensor]  # parameters of this rank by name
 Regions = Mapping[str, Sequence[Region]]  # of each parameter
 Shape = tuple[int, ...]
-Slots = dict[str, tuple[str, int, Shape]]  # tensor to write -> file, its first byte there, shape
+# Tensor to write -> file, its first byte there, shape, dtype
+Slots = dict[str, tuple[str, int, Shape, torch.dtype]]
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -230,26 +231,32 @@ def write_folder(
     dtype: torch.dtype,
     files: Mapping[str, str | bytes | Path],
     group: dist.ProcessGroup,
+    exact: Collection[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write what all ranks of `group` hold as safetensors in `dtype`, with index and `files`.
 
     A collective of `group`, which must carry CPU tensors. `state` has this rank's parameters;
+    those that `exact` names are written in fp32, before all others, so that each begins aligned;
     `regions` are of the whole model, the same on all ranks, in the order of the files. `files`
     counts on rank 0: name -> content, or the file to copy. Raises on all ranks, leaving nothing,
     when any rank fails (CheckpointError) or `folder` is there and not empty (ConfigError).
     """
     temporary = folder.with_name(folder.name + ".tmp")
-    headers, slots = _lay_out(_shapes(regions), dtype, max_shard_bytes)
-    size = sum(prod(shape) for *_, shape in slots.values())
+    in_fp32 = {name: places for name, places in regions.items() if name in exact}
+    shapes, dtypes = _shapes({**in_fp32, **regions}), dict.fromkeys(_shapes(in_fp32), torch.float32)
+    tensors = {name: (shape, dtypes.get(name, dtype)) for name, shape in shapes.items()}
+    headers, slots = _lay_out(tensors, max_shard_bytes)
+    size = sum(prod(shape) for shape, _ in tensors.values())
+    num_bytes = sum(prod(shape) * kind.itemsize for shape, kind in tensors.values())
     index = {
-        "metadata": {"total_size": size * dtype.itemsize},
+        "metadata": {"total_size": num_bytes},
         "weight_map": {name: file for name, (file, *_) in slots.items()},
     }
     together: Any = {"doing": f"writing {folder}", "group": group}
     try:
         on_first_rank(lambda: _begin(folder, temporary, headers), **together)
-        written = agree(lambda: _write(temporary, state, regions, slots, dtype), **together)
+        written = agree(lambda: _write(temporary, state, regions, slots), **together)
         # More is no mistake: both ends of a pipeline hold a tied embedding.
         assert sum(written) >= size, "no rank holds some of the parameters"
         content = {INDEX: json.dumps(index, indent=2), **files}
@@ -260,7 +267,7 @@ def write_folder(
 
 
 def _lay_out(
-    shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int
+    tensors: Mapping[str, tuple[Shape, torch.dtype]], max_shard_bytes: int
 ) -> tuple[dict[str, bytes], Slots]:
     """(header of each file, place of each tensor); tensors keep their order.
 
@@ -269,7 +276,7 @@ def _lay_out(
     """
     contents: list[dict[str, Any]] = [{}]
     end = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in tensors.items():
         start, end = end, end + prod(shape) * dtype.itemsize
         if contents[-1] and end > max_shard_bytes:
             contents.append({})
@@ -278,13 +285,13 @@ def _lay_out(
         contents[-1][name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": span}
     headers: dict[str, bytes] = {}
     slots: Slots = {}
-    for number, tensors in enumerate(contents, start=1):
+    for number, content in enumerate(contents, start=1):
         file = f"model-{number:05d}-of-{len(contents):05d}.safetensors"
-        text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+        text = json.dumps({"__metadata__": {"format": "pt"}, **content}).encode()
         text += b" " * (-len(text) % 8)  # so that the numbers are aligned
         headers[file] = len(text).to_bytes(8, "little") + text
-        for name, tensor in tensors.items():
-            slots[name] = file, len(headers[file]) + tensor["data_offsets"][0], shapes[name]
+        for name, tensor in content.items():
+            slots[name] = file, len(headers[file]) + tensor["data_offsets"][0], *tensors[name]
     return headers, slots
 
 
@@ -298,14 +305,14 @@ def _begin(folder: Path, temporary: Path, headers: Mapping[str, bytes]) -> None:
 
 
 @torch.no_grad()
-def _write(folder: Path, state: State, regions: Regions, slots: Slots, dtype: torch.dtype) -> int:
+def _write(folder: Path, state: State, regions: Regions, slots: Slots) -> int:
     """Put this rank's pieces in place and on disk; returns how many numbers those are."""
     num_written, paths = 0, set()
     for name, parameter in state.items():
         if not _is_first_replica(parameter):
             continue
         for tensor, box, piece in _pieces(parameter, regions[name]):
-            file_name, begin, shape = slots[tensor]
+            file_name, begin, shape, dtype = slots[tensor]
             path, starts = folder / file_name, _starts_of_runs(box, shape)
             # A copy: a view with a dimension of size one may keep a stride that bytes cannot have.
             flat = piece.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)

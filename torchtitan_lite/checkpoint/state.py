@@ -20,7 +20,7 @@ none; `materialise_state` gives it some. Proven in tests/checkpoint/test_state.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -149,9 +149,14 @@ def read_train_state(
     }
 
 
-def cast_state(state: Mapping[str, Tensor], dtype: torch.dtype) -> State:
-    """`state` with its floating-point tensors in `dtype` (copies where they differ)."""
+def cast_state(
+    state: Mapping[str, Tensor], dtype: torch.dtype, *, exact: Collection[str] = ()
+) -> State:
+    """`state` with its floating-point tensors, but those named `exact`, in `dtype`.
+
+    Copies where they differ.
+    """
     return {
-        key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        key: tensor.to(dtype) if tensor.is_floating_point() and key not in exact else tensor
         for key, tensor in state.items()
     }

@@ -186,14 +186,25 @@ def write_hugging_face(
 
     from torchtitan_lite.checkpoint.agreement import on_first_rank
     from torchtitan_lite.checkpoint.hugging_face import write_folder
-    from torchtitan_lite.models.decoder import stored_shapes
+    from torchtitan_lite.models.decoder import parameter_shapes, stored_shapes
 
     files = export_files(model, hf_assets_path, dtype=dtype)
-    places = regions(model, stored_shapes(model))
+    stored = stored_shapes(model)
+    places = regions(model, stored)
+    # A bias of balancing moves in steps that half precision rounds away; transformers keeps fp32.
+    biases = stored.keys() - parameter_shapes(model).keys()
     group = dist.new_group(backend="gloo")
     if replace:
         on_first_rank(lambda: remove(folder), doing=f"replacing {folder}", group=group)
-    write_folder(folder, state, places, dtype=getattr(torch, dtype), files=files, group=group)
+    write_folder(
+        folder,
+        state,
+        places,
+        dtype=getattr(torch, dtype),
+        exact=biases,
+        files=files,
+        group=group,
+    )
     logger.info("wrote %s", folder)
 
 

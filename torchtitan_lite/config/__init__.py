@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torchtitan_lite.config.checks import check_config, load_and_check
 from torchtitan_lite.config.derived import (
+    micro_batch_size,
     num_schedule_steps,
     num_stages,
     num_warmup_steps,
@@ -34,6 +35,7 @@ __all__ = [
     "help_for",
     "load_and_check",
     "load_config",
+    "micro_batch_size",
     "num_schedule_steps",
     "num_stages",
     "num_warmup_steps",

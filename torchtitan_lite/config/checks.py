@@ -14,68 +14,33 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-from torchtitan_lite.config import derived
+from torchtitan_lite.config import derived, model_checks
 from torchtitan_lite.config.derived import ZERO_STAGE, ZERO_STAGE_ALIAS, divisors
+from torchtitan_lite.config.facts import (
+    BY_HAND,
+    DEGREES,
+    GLOBAL_BATCH,
+    IN_HF,
+    INITIAL_LOAD,
+    LAYERS_PER_STAGE,
+    LOCAL_BATCH,
+    MICROBATCH,
+    PIPELINE,
+    SCHEDULE,
+    SHARD,
+    Facts,
+    Findings,
+    ModelShape,
+    multiple,
+)
 from torchtitan_lite.config.keys import Config, ConfigError
 from torchtitan_lite.config.load import read_sources
 from torchtitan_lite.config.schema import Problem, get_value, one_of, told
 
-TENSOR = "parallelism.tensor_parallel_degree"
-PIPELINE = "parallelism.pipeline_parallel_degree"
-REPLICATE = "parallelism.data_parallel_replicate_degree"
-SHARD = "parallelism.data_parallel_shard_degree"
-DEGREES = {"pp": PIPELINE, "dp_replicate": REPLICATE, "dp_shard": SHARD, "tp": TENSOR}
-CUT_BY_TENSOR = (
-    "num_attention_heads", "num_key_value_heads", "intermediate_size", "padded_vocab_size"
-)  # fmt: skip
-LOCAL_BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
-SCHEDULE = "parallelism.pipeline_parallel_schedule"
-MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
-LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
-BY_HAND = "parallelism.module_fqns_per_model_part"
-EXPERT = "parallelism.expert_parallel_degree"
-INITIAL_LOAD, IN_HF = "checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"
-
-
-class ModelShape(Protocol):
-    """What the checks ask of a model's configuration."""
-
-    @property
-    def layer_type(self) -> str: ...
-    @property
-    def learned_positions(self) -> bool: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def router_bias(self) -> bool: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def padded_vocab_size(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-
-class Facts(NamedTuple):
-    """What a check may look at; `batch_ranks` is None where the degrees do not fit the world."""
-
-    config: Config
-    model: ModelShape | None
-    world_size: int
-    batch_ranks: int | None
-
-
 M = TypeVar("M", bound=ModelShape)
-Findings = Iterator[tuple[Sequence[str], str, str]]
 
 
 def load_and_check(
@@ -125,15 +90,11 @@ def check_config(config: Config, model: ModelShape | None, world_size: int) -> l
 
 def _world(facts: Facts) -> Findings:
     config, _, world, ranks = facts
-    if config.parallelism.context_parallel_degree != 1:
-        reason = "this version has no context parallelism"
-        fix = "set it to 1; for long rows use tensor parallelism with sequence parallelism"
-        yield ["parallelism.context_parallel_degree"], reason, fix
-    elif ranks is None:
+    if ranks is None:
         sizes = {axis: get_value(config, key) for axis, key in DEGREES.items()}
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         others = derived.degrees_but_shard(config.parallelism)
-        fix = f"let pp x dp_replicate x tp be {one_of(divisors(world))}, and {SHARD} -1"
+        fix = f"let pp x dp_replicate x cp x tp be {one_of(divisors(world))}, and {SHARD} -1"
         fix += f", or start {others} ranks (torchrun --nproc_per_node {others})"
         if world % others == 0:
             fix = f"set {SHARD} to {world // others}, or to -1 for the rest of the world"
@@ -142,12 +103,17 @@ def _world(facts: Facts) -> Findings:
         yield keys, f"{product} is no mesh of {world} ranks", fix
 
 
+def _aliases(facts: Facts) -> Findings:
+    for alias, key, means in derived.ALIASES:
+        meant = means.get(get_value(facts.config, alias))
+        said = get_value(facts.config, key)
+        if meant is not None and key in facts.config.sources and said != meant:
+            reason = f"means {key} = {meant}, which is set to {said}"
+            yield (alias, key), reason, "keep one of the two"
+
+
 def _split_backward_and_zero_stage(facts: Facts) -> Findings:
     config, parallelism = facts.config, facts.config.parallelism
-    means = derived.RESHARD_ZERO_STAGE.get(parallelism.fsdp_reshard_after_forward)
-    if means is not None and ZERO_STAGE in config.sources and parallelism.zero_stage != means:
-        reason = f"means {ZERO_STAGE} = {means}, which is set to {parallelism.zero_stage}"
-        yield (ZERO_STAGE_ALIAS, ZERO_STAGE), reason, "keep one of the two"
     schedule = parallelism.pipeline_parallel_schedule
     split = schedule in derived.SPLIT_BACKWARD_SCHEDULES
     if split and parallelism.pipeline_parallel_degree > 1 and derived.zero_stage(config) == 3:
@@ -163,71 +129,6 @@ def _split_backward_and_zero_stage(facts: Facts) -> Findings:
         yield ("activation_checkpoint.selective_ac_option", SCHEDULE, PIPELINE), reason, fix
 
 
-def _tensor_parallel(facts: Facts) -> Findings:
-    degree, model = facts.config.parallelism.tensor_parallel_degree, facts.model
-    if model is None or degree == 1:
-        return
-    if model.layer_type == "state_space":
-        fix = f"set it to 1, and {PIPELINE} or {SHARD} higher"
-        yield (TENSOR,), f"a state-space layer cannot be cut over {degree} ranks", fix
-        return
-    sizes = {name: getattr(model, name) for name in CUT_BY_TENSOR}
-    uneven = [f"{name} {size}" for name, size in sizes.items() if size % degree]
-    if uneven:
-        fix = f"degrees that divide all are {one_of(divisors(math.gcd(*sizes.values())))}"
-        yield (TENSOR,), f"{degree} does not divide the model's {', '.join(uneven)}", fix
-
-
-def _expert_parallel(facts: Facts) -> Findings:
-    parallelism, model, world = facts.config.parallelism, facts.model, facts.world_size
-    degree = parallelism.expert_parallel_degree
-    if degree == 1 or model is None:
-        return
-    shard = derived.shard_degree(parallelism, world)
-    if not model.num_experts:
-        yield (EXPERT,), f"the model has no experts to share among {degree} ranks", "set it to 1"
-    elif model.num_experts % degree:
-        fix = f"set it to {one_of(divisors(model.num_experts))}"
-        yield (EXPERT,), f"{degree} does not divide the model's {model.num_experts} experts", fix
-    elif shard is not None:
-        ranks = shard * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-        if ranks % degree:
-            both = math.gcd(ranks, model.num_experts)
-            reason = f"experts are shared among dp_shard x cp x tp = {ranks} ranks, which {degree} "
-            reason += "does not divide"
-            keys = (EXPERT, SHARD, TENSOR, REPLICATE, PIPELINE)
-            yield keys, reason, f"set it to {one_of(divisors(both))}"
-
-
-def row_lengths(config: Config) -> dict[str, int]:
-    """Key -> tokens, of each key that says how long a row is."""
-    lengths = {"training.seq_len": config.training.seq_len}
-    if config.validation.enable and config.validation.seq_len != -1:
-        lengths["validation.seq_len"] = config.validation.seq_len
-    return lengths
-
-
-def _sequence_parallel(facts: Facts) -> Findings:
-    config, degree = facts.config, facts.config.parallelism.tensor_parallel_degree
-    switch = "parallelism.enable_sequence_parallel"
-    for name, length in row_lengths(config).items():
-        if config.parallelism.enable_sequence_parallel and length % degree:
-            reason = f"sequence parallelism shares the {length} tokens of a row among {degree} "
-            reason += "ranks, which does not divide them"
-            fix = f"set {name} to {_multiple(length, degree)}, or {switch} to false"
-            yield (name, TENSOR, switch, "validation.enable"), reason, fix
-
-
-def _learned_positions(facts: Facts) -> Findings:
-    if facts.model is None or not facts.model.learned_positions:
-        return
-    longest = facts.model.max_position_embeddings
-    for name, length in row_lengths(facts.config).items():
-        if length > longest:
-            reason = f"the model has an embedding for {longest} positions"
-            yield (name,), reason, f"set it to at most {longest}, or raise the model's own"
-
-
 def _global_batch(facts: Facts) -> Findings:
     config, _, _, ranks = facts
     if config.training.local_batch_size == config.training.global_batch_size == -1:
@@ -239,12 +140,8 @@ def _global_batch(facts: Facts) -> Findings:
         rows, unit = config.training.global_batch_size, local * ranks
         reason = f"{GLOBAL_BATCH} {rows} is not a multiple of {LOCAL_BATCH} {local} x "
         reason += f"{ranks} batch ranks = {unit}"
-        fix = f"set {GLOBAL_BATCH} to {_multiple(rows, unit)}"
+        fix = f"set {GLOBAL_BATCH} to {multiple(rows, unit)}"
         yield (GLOBAL_BATCH, LOCAL_BATCH, *DEGREES.values()), reason, fix
-
-
-def _multiple(number: int, unit: int) -> str:
-    return f"a multiple of {unit}, such as {max(1, round(number / unit)) * unit}"
 
 
 def _stages(facts: Facts) -> Findings:
@@ -310,7 +207,7 @@ def _microbatches(facts: Facts) -> Findings:
             reason += f"{ranks} batch ranks in micro-batches of {size} make {count}"
             # Every schedule takes a whole number of micro-batches a stage.
             unit = ranks * math.lcm(local, stages * size)
-            fix = f"set {GLOBAL_BATCH} to {_multiple(rows, unit)}"
+            fix = f"set {GLOBAL_BATCH} to {multiple(rows, unit)}"
             keys = (SCHEDULE, MICROBATCH, GLOBAL_BATCH, LOCAL_BATCH, LAYERS_PER_STAGE, BY_HAND)
             yield (*keys, *DEGREES.values()), reason, fix
 
@@ -374,11 +271,16 @@ def _profiler(facts: Facts) -> Findings:
 
 CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     _world,
+    _aliases,
     _split_backward_and_zero_stage,
-    _tensor_parallel,
-    _expert_parallel,
-    _sequence_parallel,
-    _learned_positions,
+    model_checks.tensor_parallel,
+    model_checks.expert_parallel,
+    model_checks.expert_kernel,
+    model_checks.attention_backend,
+    model_checks.float8,
+    model_checks.tokens_of_a_row,
+    model_checks.context_parallel,
+    model_checks.learned_positions,
     _global_batch,
     _stages,
     _modules_by_hand,
@@ -386,4 +288,5 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     _data,
     _initial_load,
     _profiler,
+    model_checks.compile_pieces,
 )

@@ -13,8 +13,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torchtitan_lite.config.keys import Config, Parallelism
+from torchtitan_lite.config.schema import get_value, set_value
 
 SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
 # The last stage sits on the first rank, so a rank holds exactly two stages.
@@ -25,8 +27,14 @@ SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 ZERO_STAGE = "parallelism.zero_stage"
 ZERO_STAGE_ALIAS = "parallelism.fsdp_reshard_after_forward"
+ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
+CONTEXT_METHOD = "parallelism.context_parallel_method"
 RESHARD_ZERO_STAGE = {"always": 3, "never": 2}
-"""fsdp_reshard_after_forward -> the zero_stage it is another name of."""
+ALIASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (ZERO_STAGE_ALIAS, ZERO_STAGE, RESHARD_ZERO_STAGE),
+    (ROTATE_METHOD, CONTEXT_METHOD, {"allgather": "allgather", "alltoall": "ring"}),
+)
+"""Keys that are other names: of which key, and which value means which there."""
 
 
 def resolve(config: Config, world_size: int) -> None:
@@ -37,10 +45,11 @@ def resolve(config: Config, world_size: int) -> None:
     """
     parallelism = config.parallelism
     parallelism.zero_stage = zero_stage(config)
-    if parallelism.fsdp_reshard_after_forward != "default":
-        parallelism.fsdp_reshard_after_forward = "default"
-        alias = config.user_set.pop(ZERO_STAGE_ALIAS, ZERO_STAGE_ALIAS)
-        config.user_set[ZERO_STAGE] = alias
+    for alias, key, means in ALIASES:
+        if get_value(config, alias) in means:
+            set_value(config, key, means[get_value(config, alias)])
+            set_value(config, alias, "default")
+            config.user_set[key] = config.user_set.pop(alias, alias)
     shard = shard_degree(parallelism, world_size)
     assert shard is not None, "the degrees do not fit the world: check the configuration first"
     parallelism.data_parallel_shard_degree = shard
@@ -58,6 +67,15 @@ def zero_stage(config: Config) -> int:
     if open_to_us and parallelism.pipeline_parallel_degree > 1:
         return min(parallelism.zero_stage, 2)
     return parallelism.zero_stage
+
+
+def context_parallel_method(config: Config) -> str:
+    """The exchange in force, under whichever of its names."""
+    means: dict[str, str] = ALIASES[1][2]
+    parallelism = config.parallelism
+    return means.get(
+        parallelism.context_parallel_rotate_method, parallelism.context_parallel_method
+    )
 
 
 def shard_degree(parallelism: Parallelism, world_size: int) -> int | None:
@@ -93,6 +111,14 @@ def local_batch_size(config: Config, batch_ranks: int) -> int:
     if training.local_batch_size == -1:
         return max(1, training.global_batch_size // batch_ranks)
     return training.local_batch_size
+
+
+def micro_batch_size(config: Config) -> int:
+    """Rows that go through the model, or a stage of it, at once."""
+    parallelism = config.parallelism
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    size = parallelism.pipeline_parallel_microbatch_size
+    return size if pipelined else config.training.local_batch_size
 
 
 def num_stages(config: Config, num_layers: int) -> int:

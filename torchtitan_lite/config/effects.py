@@ -13,16 +13,23 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torchtitan_lite.config.checks import (
+from torchtitan_lite.config.derived import (
+    SPLIT_BACKWARD_SCHEDULES,
+    ZERO_STAGE,
+    num_schedule_steps,
+    num_warmup_steps,
+)
+from torchtitan_lite.config.facts import (
     BY_HAND,
+    CONTEXT,
     LAYERS_PER_STAGE,
     PIPELINE,
+    SCHEDULE,
     SHARD,
     TENSOR,
     ModelShape,
     row_lengths,
 )
-from torchtitan_lite.config.derived import ZERO_STAGE, num_schedule_steps, num_warmup_steps
 from torchtitan_lite.config.keys import Config
 from torchtitan_lite.config.schema import all_keys, get_value, told, toml_value
 
@@ -36,8 +43,9 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     (BY_HAND, {PIPELINE: (1,)}),
     (
         "training.mixed_precision_reduce",  # there is nothing to reduce over
-        {REPLICATE: (1,), SHARD: (1,), "training.enable_cpu_offload": OFF},
+        {REPLICATE: (1,), SHARD: (1,), CONTEXT: (1,), "training.enable_cpu_offload": OFF},
     ),
+    ("parallelism.context_parallel_[!d]*", {CONTEXT: (1,)}),
     ("parallelism.enable_sequence_parallel", {TENSOR: (1,)}),
     ("parallelism.disable_loss_parallel", {TENSOR: (1,)}),
     ("moe.aux_loss_form", {"moe.aux_loss_weight": (0,)}),
@@ -50,6 +58,11 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("training.dataset_path", {"training.dataset": ("synthetic",)}),
     ("training.token_cache", {"training.dataset": NO_TEXT, "validation.enable": OFF}),
     ("*.dataset_text_column", {"training.dataset": ("text", *NO_TEXT), "validation.enable": OFF}),
+    ("training.packing", {"training.dataset": ("synthetic",), "validation.enable": OFF}),
+    (
+        "training.packing",
+        {"training.dataset": ("synthetic",), "validation.dataset": ("synthetic",)},
+    ),
     ("training.dataloader.prefetch_factor", {"training.dataloader.num_workers": (0,)}),
     ("checkpoint.*", {"checkpoint.enable": OFF}),
     ("checkpoint.initial_load_*", {"checkpoint.initial_load_path": ("",)}),
@@ -59,6 +72,7 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ),
     ("model.flavor", {"model.name": ("auto",)}),
     ("*.selective_ac_option", {"activation_checkpoint.mode": ("none", "full")}),
+    ("compile.*", {"compile.enable": OFF}),
     ("metrics.save_tb_folder", {"metrics.enable_tensorboard": OFF}),
     ("profiling.save_traces_folder", {TRACES: OFF}),
     ("profiling.profiler_*", {TRACES: OFF}),
@@ -66,6 +80,9 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("profiling.profile_freq", {TRACES: OFF, SNAPSHOTS: OFF}),
     ("validation.*", {"validation.enable": OFF}),
     ("validation.dataset_path", {"validation.dataset": ("synthetic",)}),
+    ("quantize.linear.float8.*", {"quantize.linear.float8.recipe_name": ("",)}),
+    ("*.enable_fsdp_float8_all_gather", {SHARD: (1,), CONTEXT: (1,)}),
+    ("*.enable_fsdp_float8_all_gather", {ZERO_STAGE: (0,)}),
 )
 
 
@@ -93,8 +110,12 @@ def _parallelism(config: Config, model: ModelShape | None) -> Iterator[tuple[str
     pipelined = parallelism.pipeline_parallel_degree > 1
     if pipelined and LAYERS_PER_STAGE in asked and BY_HAND in asked:
         yield LAYERS_PER_STAGE, "has no effect", f"{BY_HAND} says what each stage holds"
+    split = parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD_SCHEDULES
+    if pipelined and split and config.compile.enable and "model" in config.compile.components:
+        once = "1F1B and Interleaved1F1B run it once"
+        yield SCHEDULE, "splits the backward, which a compiled layer then runs twice", once
     replicas = parallelism.zero_stage == 0 and parallelism.data_parallel_replicate_degree > 1
-    sharing = parallelism.data_parallel_shard_degree
+    sharing = parallelism.data_parallel_shard_degree * parallelism.context_parallel_degree
     if model is not None and model.num_experts:  # tensor-parallel ranks share those, too
         sharing *= parallelism.tensor_parallel_degree
     if sharing == 1 and not replicas and ZERO_STAGE in asked:
@@ -133,4 +154,6 @@ def _lengths(config: Config, model: ModelShape) -> Iterator[tuple[str, str, str]
     for name, length in row_lengths(config).items():
         if length > longest:
             reason = f"longer than the model's max_position_embeddings {longest}"
-            yield name, reason, "positions beyond it are extrapolated"
+            follows = "the base of its rotation follows the length"
+            extrapolates = "positions beyond it are extrapolated"
+            yield name, reason, follows if model.rope_follows_length else extrapolates

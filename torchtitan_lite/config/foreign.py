@@ -1,6 +1,6 @@
 """Keys of torchtitan's TOML files that are not keys here: each is refused by name, with the fix.
 
-A value that asks for nothing (compile.enable = false) is accepted, so that a file written for
+A value that asks for nothing (training.compile = false) is accepted, so that a file written for
 torchtitan runs when it uses only what exists here. A key that another name replaced is refused
 whatever its value. Proven in tests/config/test_foreign.py, row by row.
 """
@@ -21,9 +21,8 @@ class Foreign(NamedTuple):
 
 OFF: tuple[Any, ...] = (False, "", [], {})
 BOTH: tuple[Any, ...] = (False, True)
-NO_COMPILE = "this version has no torch.compile; remove the key"
-NO_FLOAT8 = "this version has no quantized training; remove the key"
-NO_CONTEXT = "this version has no context parallelism; remove the key"
+RECIPE = "quantize.linear.float8.recipe_name"
+NO_FLOAT8 = f"of quantized training there is {RECIPE} alone; remove the key"
 EXPERTS_WHOLE = "an expert is never cut and its tokens go by all-to-all; remove the key"
 NO_DEBUG = "this version has no such diagnostic; remove the key"
 NO_BUDGET = "this version has no memory budget; use activation_checkpoint.mode"
@@ -49,10 +48,12 @@ ROWS: tuple[Foreign, ...] = (
     # Training
     Foreign("job.custom_config_module", OFF, NO_EXTENSION),
     Foreign("experimental*", OFF, NO_EXTENSION),
-    Foreign("*compile*", (*OFF, ["model", "loss"], "inductor"), NO_COMPILE),
-    Foreign("model.*conver*", OFF, NO_FLOAT8),
-    Foreign("quantize*", (*OFF, ["output"]), NO_FLOAT8),
-    Foreign("float8*", OFF, NO_FLOAT8),
+    Foreign("training.compile*", OFF, "use compile.enable"),
+    Foreign("model.*conver*", OFF, f"set {RECIPE}"),
+    Foreign("quantize.linear.float8.precompute*", OFF, "no scale is kept; remove the key"),
+    Foreign("quantize.linear.mx.*", (*OFF, ["output"]), NO_FLOAT8),
+    Foreign("quantize.grouped_mm*", OFF, NO_FLOAT8),
+    Foreign("float8*", OFF, "use the keys of quantize.linear.float8"),
     Foreign("mx.*", OFF, NO_FLOAT8),
     Foreign("*.dataloader.persistent_workers", BOTH, BUILT_IN),
     Foreign("*.dataloader.pin_memory", BOTH, BUILT_IN),
@@ -64,7 +65,6 @@ ROWS: tuple[Foreign, ...] = (
     Foreign("*.pipeline_parallel_schedule_csv", OFF, "use parallelism.pipeline_parallel_schedule"),
     Foreign("parallelism.pipeline_parallel_*_stage_less_layers", (1,), BALANCED),
     Foreign("parallelism.pipeline_parallel_expert_parallel_overlap", BOTH, BUILT_IN),
-    Foreign("*.context_parallel_[!d]*", (*OFF, "headtail", "none", "allgather"), NO_CONTEXT),
     Foreign("parallelism.expert_tensor_parallel_degree", (1,), EXPERTS_WHOLE),
     Foreign("parallelism.expert_parallel_comm_backend", ("standard",), EXPERTS_WHOLE),
     # Checkpoints

@@ -1,9 +1,9 @@
 """Every key there is: a section is a dataclass, a key is a field, the string below it is its help.
 
-Nothing else declares a key. The loader (load.py) takes names, types, bounds and defaults from here,
-`--help` (schema.py) reads the strings from this file, and the saved TOML walks the fields. To add a
-key, add its field and its sentence here and, if it acts only together with another, a row in
-effects.py; tests/config/test_keys.py asks for the rest.
+Nothing else declares a key, but watching.py those that only watch a run. The loader (load.py) takes
+names, types, bounds and defaults from here, `--help` (schema.py) reads the strings from the file,
+and the saved TOML walks the fields. To add a key, add its field and its sentence here and, if it
+acts only together with another, a row in effects.py; tests/config/test_keys.py asks for the rest.
 
     --training.seq_len 512          Config().training.seq_len
     [training]                      the same, in TOML
@@ -12,52 +12,35 @@ effects.py; tests/config/test_keys.py asks for the rest.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal
+
+from torchtitan_lite.config.bounds import (
+    BelowOne,
+    CheckpointPart,
+    CompileComponent,
+    Count,
+    CountOrAuto,
+    CountOrZero,
+    Dataset,
+    EveryNth,
+    Kept,
+    NormType,
+    NotNegative,
+    Positive,
+    Schedule,
+    Share,
+    Step,
+    Text,
+    ZeroStage,
+)
+from torchtitan_lite.config.watching import Comm, Debug, Metrics, Profiling
 
 
 class ConfigError(ValueError):
     """A mistake of the user's, told one a line: key, value, reason, fix. Ends train.py with 2."""
 
 
-class Bound(NamedTuple):
-    """What a type does not say of a value, and the words for it."""
-
-    holds: Callable[[Any], object]
-    sentence: str
-
-
-Text = Annotated[str, Bound(lambda text: text != "", "not empty")]
-Count = Annotated[int, Bound(lambda n: n >= 1, "at least 1")]
-CountOrAuto = Annotated[int, Bound(lambda n: n >= 1 or n == -1, "at least 1, or -1")]
-CountOrZero = Annotated[int, Bound(lambda n: n >= 0, "0 or more")]
-Step = Annotated[int, Bound(lambda n: n >= -1, "0 or more, or -1")]
-# The newest may turn out to be damaged.
-Kept = Annotated[int, Bound(lambda n: n == 0 or n >= 2, "0 (keep all) or at least 2")]
-ZeroStage = Annotated[int, Bound(lambda n: 0 <= n <= 3, "0, 1, 2 or 3")]
-# A generator takes 64 bits, a TOML integer 63 and a sign.
-Seed = Annotated[int, Bound(lambda n: 0 <= n < 2**63, "from 0 to 2**63 - 1")]
-NotNegative = Annotated[float, Bound(lambda x: 0 <= x < math.inf, "a finite number, 0 or more")]
-Positive = Annotated[float, Bound(lambda x: 0 < x < math.inf, "a finite number above 0")]
-Share = Annotated[float, Bound(lambda x: 0 <= x <= 1, "from 0 to 1")]
-BelowOne = Annotated[float, Bound(lambda x: 0 <= x < 1, "0 or more and below 1")]
-NormType = Annotated[float, Bound(lambda p: p in (1, 2, math.inf), "1, 2 or inf")]
-EveryNth = Annotated[str, Bound(re.compile("op|[1-9][0-9]*").fullmatch, '"op" or at least 1')]
-
-CheckpointPart = Literal["model", "optimizer", "dataloader", "train_state"]
-Dataset = Literal["auto", "text", "jsonl", "hf", "tokens", "synthetic"]
-Schedule = Literal[
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-]
 NO_DECAY = ("*norm.weight", "*layernorm.weight", "*.bias", "embed_*.weight", "*.A_log", "*.D")
 
 
@@ -89,6 +72,9 @@ class Model:
     """Folder with tokenizer.json, and with config.json for name = auto."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's own configuration that replace the flavor's, by name."""
+    attention_backend: Literal["sdpa", "flex", "varlen"] = "sdpa"
+    """Kernels of attention (models/backends.py): sdpa runs everywhere; on rows of many documents,
+    or with a window, flex and varlen pass over what a token does not see."""
 
 
 @dataclass
@@ -131,6 +117,10 @@ class Training:
     """Field of a jsonl or hf dataset that holds the text."""
     token_cache: str = "./outputs/token_cache"
     """Folder that keeps tokenised text, found again by the hash of its content."""
+    document_mask: bool = False
+    """Let a token see its own document alone, and count positions from its beginning."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """Cut the stream of documents into rows, or fill rows with whole documents and padding."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory between uses."""
     gc_freq: Count = 50
@@ -235,6 +225,14 @@ class Parallelism:
     """Other name of zero_stage: always is 3, never is 2, default leaves it."""
     context_parallel_degree: Count = 1
     """Ranks that share a row's tokens."""
+    context_parallel_method: Literal["allgather", "ring", "ulysses"] = "allgather"
+    """How their tokens meet in attention: every rank gathers all keys and values, or these go
+    round the ranks, or each rank takes whole rows of some heads."""
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    """Which tokens a rank takes: a piece from either end of a row, so that each has as much to
+    do, or neighbours."""
+    context_parallel_rotate_method: Literal["default", "allgather", "alltoall"] = "default"
+    """Other name of context_parallel_method: alltoall is ring, default leaves it."""
     tensor_parallel_degree: Count = 1
     """Ranks that share each matrix."""
     enable_sequence_parallel: bool = True
@@ -294,59 +292,15 @@ class ActivationCheckpoint:
 
 
 @dataclass
-class Metrics:
-    """What is shown and where."""
+class Compile:
+    """Graphs in the place of single operators: torch.compile, a layer at a time."""
 
-    log_freq: Count = 10
-    """Steps from one logged step to the next; the first is always logged."""
-    enable_tensorboard: bool = False
-    """Write TensorBoard events too."""
-    save_tb_folder: str = "tb"
-    """Folder under dump_folder for them."""
-    enable_wandb: bool = False
-    """Log to Weights & Biases too, set up by its own environment variables."""
-    disable_color_printing: bool = False
-    """No colours in the log; a log that is not a terminal never has them."""
-
-
-@dataclass
-class Profiling:
-    """Traces of time and memory."""
-
-    enable_profiling: bool = False
-    """Write a trace of each rank every profile_freq steps."""
-    save_traces_folder: str = "profile_traces"
-    """Folder under dump_folder for traces."""
-    profile_freq: Count = 10
-    """Steps from one trace, or memory snapshot, to the next."""
-    profiler_active: Count = 1
-    """Steps in a trace."""
-    profiler_warmup: CountOrZero = 3
-    """Steps before them that the profiler watches without keeping."""
-    enable_memory_snapshot: bool = False
-    """Write the allocator's history every profile_freq steps and when memory runs out."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
-    """Folder under dump_folder for snapshots."""
-
-
-@dataclass
-class Comm:
-    """How long a collective may wait for its slowest rank."""
-
-    init_timeout_seconds: Count = 300
-    """Limit up to the first step."""
-    train_timeout_seconds: Count = 100
-    """Limit after the first step."""
-
-
-@dataclass
-class Debug:
-    """What makes runs comparable."""
-
-    seed: Seed = 42
-    """Seed of the weights and of the order of the data."""
-    deterministic: bool = False
-    """Let operators take only deterministic algorithms."""
+    enable: bool = False
+    """Compile what components names."""
+    components: list[CompileComponent] = field(default_factory=lambda: ["model", "loss"])
+    """What is compiled: the layers of the model, the loss from hidden states."""
+    backend: Text = "inductor"
+    """Compiler of torch.compile; aot_eager captures graphs and runs their operators one by one."""
 
 
 @dataclass
@@ -370,6 +324,38 @@ class Validation:
 
 
 @dataclass
+class Float8:
+    """Linears of the layers that multiply numbers of eight bits (precision/float8.py)."""
+
+    recipe_name: Literal["", "tensorwise", "rowwise", "blockwise"] = ""
+    """Numbers that share a scale: all of a tensor, a row, or 1 x 128; "": no float8."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Parts of names: a linear whose name holds one stays in high precision."""
+    round_scales_to_power_of_2: bool = True
+    """Round scales to powers of two, under which a number's digits depend on no other number."""
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather the weights of these linears over the ranks of FSDP as bytes."""
+    emulate: bool = False
+    """Multiply in fp32 what float8 holds; a CPU does so wherever it has no kernel."""
+
+
+@dataclass
+class QuantizedLinear:
+    """Which numbers linears multiply."""
+
+    float8: Float8 = field(default_factory=Float8)
+    """Numbers of eight bits."""
+
+
+@dataclass
+class Quantize:
+    """Products in fewer bits."""
+
+    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+    """Those of linears."""
+
+
+@dataclass
 class Config:
     """All sections, and which of their keys the user set."""
 
@@ -383,11 +369,13 @@ class Config:
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
     validation: Validation = field(default_factory=Validation)
+    quantize: Quantize = field(default_factory=Quantize)
 
     # Not sections: where the values are from, for messages and warnings.
     sources: dict[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -22,7 +22,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torchtitan_lite.config import keys
+from torchtitan_lite.config import keys, watching
 from torchtitan_lite.config.keys import Config, ConfigError
 
 WRAP = textwrap.TextWrapper(96, " " * 6, " " * 6, break_on_hyphens=False)
@@ -171,9 +171,10 @@ def help_text(section: str | None = None) -> str:
 
 @functools.cache
 def meanings() -> dict[str, str]:
-    """The string under each field of keys.py, by "Class.field"."""
+    """The string under each field of keys.py and watching.py, by "Class.field"."""
     found: dict[str, str] = {}
-    classes = [n for n in ast.parse(inspect.getsource(keys)).body if isinstance(n, ast.ClassDef)]
+    bodies = [ast.parse(inspect.getsource(module)).body for module in (keys, watching)]
+    classes = [node for body in bodies for node in body if isinstance(node, ast.ClassDef)]
     for node in classes:
         for declared, below in zip(node.body, node.body[1:], strict=False):
             if isinstance(declared, ast.AnnAssign) and isinstance(below, ast.Expr):

@@ -97,10 +97,13 @@ class ExpertBalance:
 
         expert_tokens: a list for each layer with experts, by its index; expert_load_max: the
         largest load of an expert over the mean of its layer; expert_dropped: share of the pairs
-        (token, choice) that reached no expert; and both losses, summed over the layers.
+        (token, choice) that reached no expert; and both losses, summed over the layers. Nothing
+        where all layers are dense.
         """
         counts = self.totals[:, :-2]
         layers = [i for i in range(len(counts)) if self.model.has_experts(i)]
+        if not layers:
+            return {}
         load = counts[layers].amax(dim=1) / counts[layers].mean(dim=1).clamp(min=1e-9)
         auxiliary, z = self.totals[:, -2:].sum(dim=0).tolist()
         return {

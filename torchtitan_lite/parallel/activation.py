@@ -31,6 +31,7 @@ _MATMULS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_mm.default,
 }
 _DEAR = {  # outputs that cost much to compute again, or a collective
     torch.ops.aten._scaled_dot_product_flash_attention.default,

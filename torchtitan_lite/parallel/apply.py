@@ -1,7 +1,9 @@
 """The one place that knows in which order a part of the model gets its plans.
 
-Tensor and expert parallelism first, since they decide what each rank holds; then activation
-checkpointing, around the collectives it would recompute; FSDP last, around everything.
+Float8 first, since a plan calls whatever linear it finds; tensor and expert parallelism, since they
+decide what each rank holds, and context parallelism, which decides what it sees; then activation
+checkpointing, around the collectives it would recompute, and the compiler, which captures both;
+FSDP last, around everything.
 """
 
 from __future__ import annotations
@@ -9,16 +11,22 @@ from __future__ import annotations
 import torch
 
 from torchtitan_lite.config import Config
+from torchtitan_lite.config.derived import SPLIT_BACKWARD_SCHEDULES
 from torchtitan_lite.mesh import ParallelMesh
 from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.parallel.activation import apply_activation_checkpointing
+from torchtitan_lite.parallel.chunks import order_of_rows
+from torchtitan_lite.parallel.compile import apply_compile
+from torchtitan_lite.parallel.context import apply_context_parallel
 from torchtitan_lite.parallel.data import apply_data_parallel
 from torchtitan_lite.parallel.expert import apply_expert_parallel
 from torchtitan_lite.parallel.tensor import apply_tensor_parallel
+from torchtitan_lite.precision.linear import apply_float8
 
 
 def parallelize(part: Decoder, mesh: ParallelMesh, config: Config) -> None:
     """Give `part`, on the meta device, every plan that `config` asks for."""
+    apply_float8(part, config)
     if mesh.degrees.tp > 1:
         apply_tensor_parallel(
             part,
@@ -29,11 +37,26 @@ def parallelize(part: Decoder, mesh: ParallelMesh, config: Config) -> None:
         part.tie_weights()  # the plan replaced both weights
     if mesh.degrees.ep > 1:
         apply_expert_parallel(part, mesh.ep)
+    if mesh.degrees.cp > 1:
+        apply_context_parallel(
+            part,
+            mesh.cp,
+            order=order_of_rows(config),
+            method=config.parallelism.context_parallel_method,
+        )
     apply_activation_checkpointing(
         part,
         mode=config.activation_checkpoint.mode,
         selective_option=config.activation_checkpoint.selective_ac_option,
     )
+    if config.compile.enable:
+        schedule = config.parallelism.pipeline_parallel_schedule
+        apply_compile(
+            part,
+            components=config.compile.components,
+            backend=config.compile.backend,
+            split_backward=mesh.degrees.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES,
+        )
     apply_data_parallel(
         part,
         mesh.fsdp,
