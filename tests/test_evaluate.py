@@ -309,7 +309,7 @@ MISTAKES = {
     "--num_rows many": "argument --num_rows: invalid int value: 'many'",
     "--dtype float64": "argument --dtype: invalid choice",
     "--training.seqlen 5": "training.seqlen = ",
-    "--parallelism.data_parallel_replicate_degree 3": "dp_replicate 3 x dp_shard -1 x cp 1 x tp 1 is no",
+    "--parallelism.data_parallel_replicate_degree 3": "dp_replicate 3 x dp_shard -1 x cp 1 x tp 1",
     "--checkpoint {place}/learned": f"the model has an embedding for {SEQ_LEN - 1} positions",
     "--checkpoint {place}/small": "knows 2048 ids and the model's vocabulary has 2000",
 }
