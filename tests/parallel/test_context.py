@@ -38,7 +38,7 @@ LENGTHS = {  # of the documents of each row
     "ragged": ((1, 7, 5, 1, 1, 9, 8), (13, 2, 17)),
     "chunks": ((4,) * 8, (8, 8, 16)),  # of cp 4; of cp 2 half a chunk
 }
-WINDOWS = (None, 3, 8, 9, 20)
+WINDOWS = (None, 3, 9)
 
 
 def positions_of(lengths: tuple[tuple[int, ...], ...] | None) -> Tensor:

@@ -142,7 +142,12 @@ def _on_ranks(world_size: int) -> list[dict[str, Errors]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "case"), [(size, case) for size, cases in WORLDS.items() for case in cases]
+    ("world_size", "case"),
+    [
+        pytest.param(size, case, marks=pytest.mark.slow if size == 8 else ())
+        for size, cases in WORLDS.items()
+        for case in cases
+    ],
 )
 def test_any_mesh_computes_what_one_process_computes(world_size: int, case: str) -> None:
     for errors in _on_ranks(world_size):

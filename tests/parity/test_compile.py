@@ -77,8 +77,8 @@ def row(name: str, mesh: Mesh, *options: dict[str, Any], quick: bool = False, **
 
 ROWS = [
     row("one", Mesh(), quick=True),
-    row("dp2-tp2-recomputed", Mesh(dp_shard=2, tp=2), FULL, quick=True),
-    row("dp2", Mesh(dp_shard=2)),
+    row("dp2-tp2-recomputed", Mesh(dp_shard=2, tp=2), FULL),
+    row("dp2", Mesh(dp_shard=2), quick=True),
     row("tp2", Mesh(tp=2)),
     row("dp2-tp2", Mesh(dp_shard=2, tp=2)),
     row("pp2", Mesh(pp=2)),

@@ -148,7 +148,6 @@ def test_the_validation_loss_is_the_same_on_every_mesh() -> None:
     }
     expected = run(Mesh(), options, GROUPED)
     assert len(expected.series("validation_loss")) == 2
-    assert_equal(run(Mesh(cp=2, dp_shard=2), options, GROUPED), expected)
     assert_equal(run(Mesh(cp=2, pp=2), options, GROUPED), expected)
 
 

@@ -106,7 +106,6 @@ def assert_same(ours: Run, expected: Run) -> None:
 QUICK = (
     "ep4-dp2-tp2",
     "ep2-pp2",
-    "ep2-hsdp",
     "full-recomputation",
 )
 

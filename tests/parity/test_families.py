@@ -64,7 +64,7 @@ def alone(family: str) -> Run:
 
 
 # What has nothing that another has not; a slow proof.
-SLOW = ("mistral", "qwen2", "smollm3")
+SLOW = ("mistral", "qwen2", "smollm3", "starcoder2")
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,15 @@
-"""A grouped kernel that does not exist for the model is refused before a weight is made."""
+"""Where a grouped kernel does not exist for the model, the loop takes its place.
+
+That asking for it is refused is in tests/config/test_model_checks.py.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from tests.parity.harness import TINY, Mesh, run
-from tests.world import RankFailure
 
 NARROW = dataclasses.replace(TINY, num_experts=4, moe_intermediate_size=22)
-
-
-def test_a_grouped_kernel_that_is_not_there_is_refused_with_the_widths() -> None:
-    with pytest.raises(
-        RankFailure, match=r"moe.kernel = grouped: .* 40 x 22 in float32; .* of 4 in"
-    ):
-        run(Mesh(), {"moe.kernel": "grouped"}, model=NARROW)
 
 
 def test_auto_takes_the_loop_there() -> None:

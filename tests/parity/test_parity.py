@@ -83,7 +83,12 @@ def test_each_axis_with_an_active_clip_equals_one_process(mesh: Mesh) -> None:
 @CLIPS
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "mesh", [Mesh(dp_shard=2), Mesh(dp_shard=2, tp=2), Mesh(pp=2, dp_shard=2)], ids=str
+    "mesh",
+    [
+        pytest.param(Mesh(dp_shard=2), id="dp2"),
+        pytest.param(Mesh(dp_shard=2, tp=2), id="dp2-tp2"),
+        pytest.param(Mesh(pp=2, dp_shard=2), id="pp2-dp2", marks=pytest.mark.slow),
+    ],
 )
 def test_every_zero_stage_equals_one_process(
     mesh: Mesh, zero_stage: int, clip: dict[str, Any]
@@ -113,7 +118,7 @@ def test_replicas_of_shards_equal_one_process(
 
 
 @CLIPS
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_equals_one_process(schedule: str, dp: int, clip: dict[str, Any]) -> None:
     check(
@@ -144,7 +149,13 @@ def test_a_pipeline_with_every_plan_at_once_equals_one_process(schedule: str) ->
 
 @CLIPS
 @pytest.mark.parametrize(
-    "mesh", [Mesh(tp=2), Mesh(tp=4), Mesh(dp_shard=2, tp=2), Mesh(pp=2, tp=2)], ids=str
+    "mesh",
+    [
+        pytest.param(Mesh(tp=2), id="tp2"),
+        pytest.param(Mesh(tp=4), id="tp4", marks=pytest.mark.slow),
+        pytest.param(Mesh(dp_shard=2, tp=2), id="dp2-tp2"),
+        pytest.param(Mesh(pp=2, tp=2), id="pp2-tp2", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "options",
@@ -218,7 +229,14 @@ def test_a_tied_embedding_is_one_weight_on_every_mesh(
     ],
     ids=["full", "every-third", "per-op"],
 )
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=2, tp=2), Mesh(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(Mesh(), id="one"),
+        pytest.param(Mesh(dp_shard=2, tp=2), id="dp2-tp2"),
+        pytest.param(Mesh(pp=2), id="pp2", marks=pytest.mark.slow),
+    ],
+)
 def test_recomputation_changes_nothing(
     mesh: Mesh, options: dict[str, Any], clip: dict[str, Any]
 ) -> None:
@@ -226,12 +244,24 @@ def test_recomputation_changes_nothing(
 
 
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
-@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2, tp=2), Mesh(pp=2, dp_replicate=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(Mesh(dp_shard=2, tp=2), id="dp2-tp2"),
+        pytest.param(Mesh(pp=2, dp_replicate=2), id="pp2-dr2", marks=pytest.mark.slow),
+    ],
+)
 def test_clipping_by_other_norms_equals_one_process(mesh: Mesh, norm_type: float) -> None:
     check(mesh, {"training.norm_type": norm_type, "training.max_norm": 0.01})
 
 
-@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(pp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(Mesh(dp_shard=2), id="dp2"),
+        pytest.param(Mesh(pp=2, tp=2), id="pp2-tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_sgd_equals_one_process(mesh: Mesh) -> None:
     """Plain gradient descent: a constant factor in the gradients shows in every parameter."""
     check(mesh, {"optimizer.name": "SGD", "optimizer.lr": 1.0, "optimizer.momentum": 0.9})
@@ -239,8 +269,12 @@ def test_sgd_equals_one_process(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize(
     "mesh",
-    [Mesh(dp_shard=4), Mesh(dp_shard=2, tp=2), Mesh(pp=2), Mesh(pp=2, dp_shard=2, tp=2)],
-    ids=str,
+    [
+        pytest.param(Mesh(dp_shard=4), id="dp4", marks=pytest.mark.slow),
+        pytest.param(Mesh(dp_shard=2, tp=2), id="dp2-tp2"),
+        pytest.param(Mesh(pp=2), id="pp2"),
+        pytest.param(Mesh(pp=2, dp_shard=2, tp=2), id="pp2-dp2-tp2", marks=pytest.mark.slow),
+    ],
 )
 def test_the_validation_loss_is_the_same_on_every_mesh(mesh: Mesh) -> None:
     """13 held-out rows, which no mesh divides; and training goes on as if nothing had happened."""

@@ -170,7 +170,7 @@ def largest_error(ours: Run, expected: Run) -> float:
         (ONE, "disabled"),
         (DP2, "disabled"),
         (DP2, "async"),
-        (Mesh(dp_replicate=2, tp=2), "disabled"),
+        pytest.param(Mesh(dp_replicate=2, tp=2), "disabled", marks=pytest.mark.slow),
         (Mesh(pp=2), "async"),
     ],
     ids=lambda value: str(value),
