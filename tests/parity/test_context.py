@@ -64,7 +64,7 @@ QUICK = {
     ("cp2", "allgather"), ("cp2", "ring"), ("cp2", "ulysses"), ("cp4", "allgather"),
     ("cp4", "ring"),
     ("cp4-plain-order", "ring"), ("cp2-tp2", "ulysses"), ("cp2-pp2", "allgather"),
-    ("cp2-dp2-tp2", "ring"),
+    ("cp2-dp2", "ring"),
 }  # fmt: skip
 
 

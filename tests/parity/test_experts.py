@@ -131,6 +131,7 @@ def test_accumulation_of_three_micro_batches_changes_nothing() -> None:
     assert_same(ours, run(Mesh(), alone, model=MIXTURE))
 
 
+@pytest.mark.slow
 def test_the_loss_with_the_load_of_the_last_global_batch_is_the_same_on_every_mesh() -> None:
     options = {**BALANCED, "moe.aux_loss_form": "global"}
     ours = run(Mesh(pp=2, dp_shard=2, tp=2), {**options, EP: 4}, model=MIXTURE)
@@ -138,7 +139,13 @@ def test_the_loss_with_the_load_of_the_last_global_batch_is_the_same_on_every_me
     assert ours.series("loss") != oracle("sequence").series("loss")
 
 
-@pytest.mark.parametrize("options", [{}, NO_SEQUENCE_PARALLEL], ids=["sp", "no-sp"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="sp"),
+        pytest.param(NO_SEQUENCE_PARALLEL, id="no-sp", marks=pytest.mark.slow),
+    ],
+)
 def test_latent_attention_is_cut_over_tensor_parallel_ranks(options: dict[str, Any]) -> None:
     ours = run(Mesh(dp_shard=2, tp=2), {**BALANCED, **options, EP: 2}, model=LATENT)
     assert_same(ours, oracle("sequence", latent=True))

@@ -63,8 +63,8 @@ def alone(family: str) -> Run:
     return run(Mesh(), OPTIONS, model=tiny(family))
 
 
-# What has nothing that another has not; a slow proof.
-SLOW = ("mistral", "qwen2", "smollm3", "starcoder2")
+# What has nothing that another has not, or is long: slow proofs.
+SLOW = ("mistral", "qwen2", "smollm3", "starcoder2", "gpt2")
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ MESHES = [
     for tp in (1, 2, 4, 8)
     if pp * dp * tp == world
 ]
-# In every run the rows of the table on up to four ranks and one with all axes; the other meshes of
-# eight and the rest of the clipped rows are the slow proofs of `make test-all`.
-QUICK_ON_EIGHT = (Mesh(pp=2, dp_shard=2, tp=2),)
+# In every run the rows of the table on up to four ranks; those on eight and the rest of the clipped
+# rows are the slow proofs of `make test-all`.
 
 
 def rows(meshes: list[Mesh]) -> list[Any]:
@@ -35,7 +34,7 @@ def rows(meshes: list[Mesh]) -> list[Any]:
         pytest.param(
             mesh,
             id=str(mesh),
-            marks=() if mesh.world < 8 or mesh in QUICK_ON_EIGHT else pytest.mark.slow,
+            marks=() if mesh.world < 8 else pytest.mark.slow,
         )
         for mesh in meshes
     ]
