@@ -32,14 +32,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lite.build import initialise
 from torchtitan_lite.config import Config, ConfigError, load_and_check
 from torchtitan_lite.data.loader import Loader
 from torchtitan_lite.data.opening import open_sources
 from torchtitan_lite.data.sources import Source
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
-from torchtitan_lite.models.families import model_config
-from torchtitan_lite.models.init import draw_parameter
+from torchtitan_lite.models.families import config_to_hf, model_config
 from torchtitan_lite.observe.logging import init_logging
 from torchtitan_lite.observe.metrics import Record
 from torchtitan_lite.optim.schedule import lr_factor
@@ -218,20 +218,9 @@ def hugging_face_model(config: Config, model: ModelConfig) -> Any:
     """transformers' Llama with the first weights of a run."""
     import transformers
 
+    content = config_to_hf(model, dtype="float32", bos_token_id=None, eos_token_id=None)
     theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_hidden_layers=model.num_hidden_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_key_value_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            rms_norm_eps=model.rms_norm_eps,
-            rope_theta=model.rope_theta,
-            tie_word_embeddings=model.tie_word_embeddings,
-            use_cache=False,
-        )
+        transformers.LlamaConfig.from_dict({**content, "use_cache": False})
     )
     weights: dict[str, Tensor] = {}
     for name, parameter in first_weights(config, model).named_parameters():
@@ -245,10 +234,7 @@ def hugging_face_model(config: Config, model: ModelConfig) -> Any:
 def first_weights(config: Config, model: ModelConfig) -> Decoder:
     """The decoder with the weights that `debug.seed` names."""
     decoder = Decoder(model)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            seed, cpu = config.debug.seed, torch.device("cpu")
-            parameter.copy_(draw_parameter(name, parameter.shape, model, seed=seed, device=cpu))
+    initialise(decoder, seed=config.debug.seed, device=torch.device("cpu"))
     return decoder
 
 

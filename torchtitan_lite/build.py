@@ -160,8 +160,9 @@ def build_model(
     dtype = getattr(torch, config.training.dtype)
     storage = torch.device("cpu") if config.training.enable_cpu_offload else device
     stages: dict[int, Decoder] = {}
-    with torch.device("meta"):
-        announce_float8(Decoder(model_config), config)
+    if config.quantize.linear.float8.recipe_name:
+        with torch.device("meta"):
+            announce_float8(Decoder(model_config), config)
     for index in held:
         with torch.device("meta"):
             part = Decoder(model_config, modules[index])

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.models.attention import RowMask, document_numbers
+from torchtitan_lite.models.attention import RowMask
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder, DecoderLayer
 from torchtitan_lite.models.init import generator_of
@@ -249,12 +249,8 @@ class Cache:
         """(batch, n) tokens so far -> (batch, vocab) logits of the next."""
         first, self.length = self.length, tokens.shape[1]
         positions = self.positions[:, : self.length]
-        self.mask = RowMask(
-            document_numbers(positions) if self.decoder.document_mask else None,
-            num_keys=self.length,
-            num_queries=self.length - first,
-            device=positions.device,
-        )
+        documents, num_new = self.decoder.document_mask, self.length - first
+        self.mask = RowMask.of(positions, documents=documents, num_queries=num_new)
         return self.decoder(tokens[:, first:], positions[:, first:])[:, -1]
 
     def detach(self) -> None:

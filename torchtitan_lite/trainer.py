@@ -46,7 +46,7 @@ from torchtitan_lite.evaluate import evaluate
 from torchtitan_lite.loss import GlobalBatchLoss
 from torchtitan_lite.mesh import Degrees, build_mesh, set_timeout
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.decoder import parameter_shapes
+from torchtitan_lite.models.decoder import exact_names, parameter_shapes
 from torchtitan_lite.observe.flops import flops_per_token
 from torchtitan_lite.observe.logging import logger
 from torchtitan_lite.observe.metrics import Record
@@ -339,9 +339,8 @@ class Trainer:
         state, last = self._state(), self.step == self.config.training.steps
         model_only = last and options.last_save_model_only
         if model_only:
-            # Biases of balancing move in steps that half precision rounds away.
-            biases = self.model.stored.keys() - self.model.named_parameters.keys()
-            state = cast_state(state, getattr(torch, options.export_dtype), exact=biases)
+            exact, dtype = exact_names(self.model.config), getattr(torch, options.export_dtype)
+            state = cast_state(state, dtype, exact=exact)
         self.checkpoints.save(self.step, state, model_only=model_only)
         if last and options.last_save_in_hf:
             write_hugging_face(

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from tests.parallel.comparison import CONFIG, random
 from tests.world import run_ranks
+from torchtitan_lite.build import initialise
 from torchtitan_lite.mesh import Degrees, build_mesh
 from torchtitan_lite.models.attention import CoreAttention, RowMask, document_numbers
 from torchtitan_lite.models.decoder import Decoder
-from torchtitan_lite.models.init import draw_parameter
 from torchtitan_lite.ops.attention import attend, attend_backward
 from torchtitan_lite.parallel import exchange
 from torchtitan_lite.parallel.chunks import Order
@@ -123,12 +123,10 @@ def make_decoder(window: int | None = None) -> Decoder:
     """In fp64, with the weights that a seed names, and documents kept apart."""
     config = dataclasses.replace(CONFIG, sliding_window=window, max_position_embeddings=SEQ)
     decoder = Decoder(config).double()
+    initialise(decoder, seed=3, device=torch.device("cpu"))
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            drawn = draw_parameter(
-                name, parameter.shape, config, seed=3, device=torch.device("cpu")
-            )
-            parameter.copy_(drawn * 5)  # so that attention is far from even
+        for parameter in decoder.parameters():
+            parameter *= 5  # so that attention is far from even
     decoder.document_mask = True
     return decoder
 

@@ -186,13 +186,10 @@ def write_hugging_face(
 
     from torchtitan_lite.checkpoint.agreement import on_first_rank
     from torchtitan_lite.checkpoint.hugging_face import write_folder
-    from torchtitan_lite.models.decoder import parameter_shapes, stored_shapes
+    from torchtitan_lite.models.decoder import exact_names, stored_shapes
 
     files = export_files(model, hf_assets_path, dtype=dtype)
-    stored = stored_shapes(model)
-    places = regions(model, stored)
-    # A bias of balancing moves in steps that half precision rounds away; transformers keeps fp32.
-    biases = stored.keys() - parameter_shapes(model).keys()
+    places = regions(model, stored_shapes(model))
     group = dist.new_group(backend="gloo")
     if replace:
         on_first_rank(lambda: remove(folder), doing=f"replacing {folder}", group=group)
@@ -201,7 +198,7 @@ def write_hugging_face(
         state,
         places,
         dtype=getattr(torch, dtype),
-        exact=biases,
+        exact=exact_names(model),
         files=files,
         group=group,
     )

@@ -30,9 +30,10 @@ ZERO_STAGE_ALIAS = "parallelism.fsdp_reshard_after_forward"
 ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
 CONTEXT_METHOD = "parallelism.context_parallel_method"
 RESHARD_ZERO_STAGE = {"always": 3, "never": 2}
+ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}
 ALIASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (ZERO_STAGE_ALIAS, ZERO_STAGE, RESHARD_ZERO_STAGE),
-    (ROTATE_METHOD, CONTEXT_METHOD, {"allgather": "allgather", "alltoall": "ring"}),
+    (ROTATE_METHOD, CONTEXT_METHOD, ROTATE_METHODS),
 )
 """Keys that are other names: of which key, and which value means which there."""
 
@@ -71,11 +72,8 @@ def zero_stage(config: Config) -> int:
 
 def context_parallel_method(config: Config) -> str:
     """The exchange in force, under whichever of its names."""
-    means: dict[str, str] = ALIASES[1][2]
-    parallelism = config.parallelism
-    return means.get(
-        parallelism.context_parallel_rotate_method, parallelism.context_parallel_method
-    )
+    rotate_method, method = (get_value(config, key) for key in (ROTATE_METHOD, CONTEXT_METHOD))
+    return ROTATE_METHODS.get(rotate_method, method)
 
 
 def shard_degree(parallelism: Parallelism, world_size: int) -> int | None:

@@ -58,6 +58,16 @@ class RowMask:
         self.device = device
         self._forms: dict[Hashable, Any] = {}
 
+    @classmethod
+    def of(cls, positions: Tensor, *, documents: bool, num_queries: int | None = None) -> RowMask:
+        """That of keys at (batch or 1, keys) positions; `documents`: a 0 begins one."""
+        return cls(
+            document_numbers(positions) if documents else None,
+            num_keys=positions.shape[1],
+            num_queries=num_queries,
+            device=positions.device,
+        )
+
     def form(self, name: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` returned when `name` was first asked for."""
         if name not in self._forms:

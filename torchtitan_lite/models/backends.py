@@ -9,7 +9,7 @@ A dense mask is seq x seq numbers, and the kernel computes what it hides; the ot
 it, so packed rows cost what their documents cost. All layers of a forward share one form.
 
 These take whole rows. The few queries that follow a cache of keys always go through sdpa, which
-runs everywhere. What flex and varlen cannot do is refused in config/checks.py.
+runs everywhere. What flex and varlen cannot do is refused in config/model_checks.py.
 Proven in tests/models/test_backends.py.
 """
 
@@ -46,28 +46,12 @@ def attend(
     keys, value_dim). A scale of None: 1 / sqrt(head_dim).
     """
     if backend == "sdpa" or row_mask is None or row_mask.num_queries != row_mask.num_keys:
-        return _sdpa(q, k, v, row_mask, window, scale)
+        mask = None if row_mask is None else row_mask.dense(window)
+        causal, grouped = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=scale
+        )
     return {"flex": _flex, "varlen": _varlen}[backend](q, k, v, row_mask, window, scale)
-
-
-def _sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    row_mask: RowMask | None,
-    window: int | None,
-    scale: float | None,
-) -> Tensor:
-    mask = None if row_mask is None else row_mask.dense(window)
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None and q.shape[2] > 1,
-        enable_gqa=q.shape[1] != k.shape[1],
-        scale=scale,
-    )
 
 
 # --- blocks -----------------------------------------------------------------------------------

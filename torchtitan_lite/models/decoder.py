@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Size, Tensor, nn
 
-from torchtitan_lite.models.attention import Attention, Context, RowMask, document_numbers
+from torchtitan_lite.models.attention import Attention, Context, RowMask
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.latent import LatentAttention
 from torchtitan_lite.models.layers import MLP, LMHead, build_norm
@@ -127,8 +127,7 @@ class Decoder(nn.Module):
     def _context(self, positions: Tensor, keys: Tensor | None, mask: RowMask | None) -> Context:
         cos, sin = self.rotary(positions) if self.rotary is not None else (None, None)
         if mask is None:
-            documents = document_numbers(positions) if self.document_mask else None
-            mask = RowMask(documents, num_keys=positions.shape[1], device=positions.device)
+            mask = RowMask.of(positions, documents=self.document_mask)
         return Context(cos, sin, positions if self.document_mask else None, mask, keys)
 
     def _embed(self, tokens: Tensor, positions: Tensor, keys: Tensor | None) -> Tensor:
@@ -165,6 +164,11 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to the weights: not sums and counts of a step."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def exact_names(config: ModelConfig) -> set[str]:
+    """Weights that stay in fp32 on disk: biases of balancing, whose steps half precision loses."""
+    return stored_shapes(config).keys() - parameter_shapes(config).keys()
 
 
 def matmul_parameters(config: ModelConfig) -> int:

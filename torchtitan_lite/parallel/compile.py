@@ -14,7 +14,7 @@ computed again as a whole calls its graph twice. Which operators of a layer are 
 only inside of a graph: there, activation checkpointing is captured with the layer.
 
 Exchanges between ranks that are operators are captured too, those of tensor parallelism and of two
-methods of context parallelism; what is refused is in config/checks.py.
+methods of context parallelism; what is refused is in config/model_checks.py.
 Proven in tests/parallel/test_compile.py and tests/parity/test_compile.py.
 """
 
@@ -124,7 +124,7 @@ def _pieces(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _compile(module: nn.Module, name: str, graphs: Graphs) -> None:
     forward: Any = module.forward
-    if not (isinstance(forward, partial) and forward.func is checkpoint):
+    if not _is_recomputed(forward):
         module.forward = CompiledForward(name, forward, graphs)
         return
     # As activation.py leaves it.
@@ -188,5 +188,8 @@ class CompiledParts:
 
 def _innermost(forward: Any) -> Any:
     """Without the recomputation around it."""
-    is_recomputed = isinstance(forward, partial) and forward.func is checkpoint
-    return forward.args[0] if is_recomputed else forward
+    return forward.args[0] if _is_recomputed(forward) else forward
+
+
+def _is_recomputed(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is checkpoint

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.models.attention import CoreAttention, RowMask, document_numbers
+from torchtitan_lite.models.attention import CoreAttention, RowMask
 from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.models.moe import Router
 from torchtitan_lite.ops.collectives import all_reduce
@@ -47,11 +47,7 @@ def _cut_rows(
     (x,), positions, labels = args, kwargs.get("positions"), kwargs.get("labels")
     if positions is None:
         positions = torch.arange(x.shape[1], device=x.device)[None]
-    kwargs["row_mask"] = RowMask(
-        document_numbers(positions) if model.document_mask else None,
-        num_keys=positions.shape[1],
-        device=positions.device,
-    )
+    kwargs["row_mask"] = RowMask.of(positions, documents=model.document_mask)
     kwargs["positions"] = order.take(positions, rank)
     kwargs["labels"] = None if labels is None else order.take(labels, rank)
     return (x if model.embed_tokens is None else order.take(x, rank),), kwargs

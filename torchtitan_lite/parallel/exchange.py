@@ -28,8 +28,9 @@ Proven in tests/parallel/test_context.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,55 +110,37 @@ class Share:
         return {"mask": stretch.mask, "causal": stretch.causal, "scale": self.scale}
 
 
-def _joined(found: list[Any], like: Tensor) -> tuple[Tensor, Tensor]:
-    """The chunks' results -> out in the dtype of `like`, lse in fp32."""
+def _kept(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: Share, found: list[Any]) -> Tensor:
+    """The chunks' results as one, in the dtype of q; kept for backward with what is the rank's."""
     outs, sums = zip(*found, strict=True)
-    return torch.cat(outs, dim=SEQ).type_as(like), torch.cat(sums, dim=SEQ)
+    out, lse = torch.cat(outs, dim=SEQ).type_as(q), torch.cat(sums, dim=SEQ)
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.share = share
+    return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
         found: list[Any] = [None, None]
-        k_now, v_now = k, v
-        for step in range(share.size):
-            source = (share.rank - step) % share.size
-            is_last = step == share.size - 1
-            arriving = None if is_last else _pass_on((k_now, v_now), share.group)
-            share.attend(found, q, k_now, v_now, share.order.chunks(source))
-            if arriving is not None:
-                k_now, v_now = arriving()
-        out, lse = _joined(found, q)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.share = share
-        return out
+        for keys, values, held in _round(k, v, share):
+            share.attend(found, q, keys, values, held)
+        return _kept(ctx, q, k, v, share, found)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         share: Share = ctx.share
-        grad_q, home, k_now, v_now = _zeros(q), (_zeros(k), _zeros(v)), k, v
+        grad_q, home = _zeros(q), (_zeros(k), _zeros(v))
         behind: Callable[[], tuple[Tensor, ...]] = tuple  # gradients, one rank behind; none yet
-        for step in range(share.size):
-            source = (share.rank - step) % share.size
-            is_last = step == share.size - 1
-            arriving = None if is_last else _pass_on((k_now, v_now), share.group)
+        for step, (keys, values, held) in enumerate(_round(k, v, share)):
             of_kv = home if step == 0 else (_zeros(k), _zeros(v))
             share.attend_backward(
-                (grad_q, *of_kv),
-                q,
-                k_now,
-                v_now,
-                share.order.chunks(source),
-                grad=grad,
-                out=out,
-                lse=lse,
+                (grad_q, *of_kv), q, keys, values, held, grad=grad, out=out, lse=lse
             )
             if step > 0:
                 _add(of_kv, behind())
                 behind = _pass_on(of_kv, share.group)  # the last time to where they belong
-            if arriving is not None:
-                k_now, v_now = arriving()
         _add(home, behind())
         return grad_q.type_as(q), home[0].type_as(k), home[1].type_as(v), None
 
@@ -165,6 +148,19 @@ class _Ring(torch.autograd.Function):
 def _add(sums: Sequence[Tensor], more: Sequence[Tensor]) -> None:
     for mine, theirs in zip(sums, more, strict=False):  # `more` may be empty
         mine += theirs
+
+
+def _round(k: Tensor, v: Tensor, share: Share) -> Iterator[tuple[Tensor, Tensor, Sequence[int]]]:
+    """The keys and values of each rank and the chunks they are of, its own first.
+
+    The next ones travel while the caller computes with those it has.
+    """
+    for step in range(share.size):
+        is_last = step == share.size - 1
+        arriving = None if is_last else _pass_on((k, v), share.group)
+        yield k, v, share.order.chunks((share.rank - step) % share.size)
+        if arriving is not None:
+            k, v = arriving()
 
 
 def _pass_on(tensors: Sequence[Tensor], group: ProcessGroup) -> Callable[[], tuple[Tensor, ...]]:
@@ -192,10 +188,7 @@ class _AllGather(torch.autograd.Function):
         found: list[Any] = [None, None]
         keys, values = _gathered(k, v, share)
         share.attend(found, q, keys, values, range(share.order.num_chunks))
-        out, lse = _joined(found, q)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.share = share
-        return out
+        return _kept(ctx, q, k, v, share, found)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -235,6 +228,7 @@ def _zeros(like: Tensor) -> Tensor:
 def _by_chunks(
     function: type[torch.autograd.Function],
     core: CoreAttention,
+    compute: Callable[..., Tensor],
     order: Order,
     group: ProcessGroup,
     q: Tensor,
@@ -243,22 +237,13 @@ def _by_chunks(
     row_mask: RowMask,
     keys: Tensor | None = None,
 ) -> Tensor:
+    """Stands for `compute`, the forward of `core`: q, k and v are of this rank's tokens."""
     scale = 1 / math.sqrt(q.shape[-1]) if core.scale is None else core.scale
     sight = Sight(row_mask, core.window, order.num_chunks)
     return function.apply(q, k, v, Share(order, group, sight, scale))
 
 
-def ring(core: CoreAttention, compute: Any, *arguments: Any) -> Tensor:
-    """Stands for `compute`, the forward of `core`: q, k and v are of this rank's tokens."""
-    return _by_chunks(_Ring, core, *arguments)
-
-
-def allgather(core: CoreAttention, compute: Any, *arguments: Any) -> Tensor:
-    """As `ring`."""
-    return _by_chunks(_AllGather, core, *arguments)
-
-
-def ulysses(
+def _by_heads(
     core: CoreAttention,
     compute: Callable[..., Tensor],
     order: Order,
@@ -269,7 +254,7 @@ def ulysses(
     row_mask: RowMask,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """As `ring`; the ranks must divide the query heads and the KV heads that a rank has."""
+    """As _by_chunks; the ranks must divide the query heads and the KV heads that a rank has."""
     one_each = [1] * order.size
     # (batch, heads, tokens, dim) -> (ranks, batch, heads / ranks, tokens, dim)
     by_rank = [t.unflatten(1, (order.size, -1)).transpose(0, 1) for t in (q, k, v)]
@@ -286,7 +271,7 @@ def ulysses(
 
 
 METHODS: dict[str, Callable[..., Tensor]] = {
-    "ring": ring,
-    "allgather": allgather,
-    "ulysses": ulysses,
+    "ring": partial(_by_chunks, _Ring),
+    "allgather": partial(_by_chunks, _AllGather),
+    "ulysses": _by_heads,
 }
