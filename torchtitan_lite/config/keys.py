@@ -1,9 +1,10 @@
 """Every key there is: a section is a dataclass, a key is a field, the string below it is its help.
 
-Nothing else declares a key, but watching.py those that only watch a run. The loader (load.py) takes
-names, types, bounds and defaults from here, `--help` (schema.py) reads the strings from the file,
-and the saved TOML walks the fields. To add a key, add its field and its sentence here and, if it
-acts only together with another, a row in effects.py; tests/config/test_keys.py asks for the rest.
+Nothing else declares a key, but quantizing.py those of float8, and watching.py those that only
+watch a run. The loader (load.py) takes names, types, bounds and defaults from here, `--help`
+(schema.py) reads the strings from the file, and the saved TOML walks the fields. To add a key, add
+its field and its sentence here and, if it acts only together with another, a row in effects.py;
+tests/config/test_keys.py asks for the rest.
 
     --training.seq_len 512          Config().training.seq_len
     [training]                      the same, in TOML
@@ -34,6 +35,7 @@ from torchtitan_lite.config.bounds import (
     Text,
     ZeroStage,
 )
+from torchtitan_lite.config.quantizing import Quantize
 from torchtitan_lite.config.watching import Comm, Debug, Metrics, Profiling
 
 
@@ -321,38 +323,6 @@ class Validation:
     """Rows of one forward on a batch rank."""
     seq_len: CountOrAuto = -1
     """Tokens in a row; -1: training.seq_len."""
-
-
-@dataclass
-class Float8:
-    """Linears of the layers that multiply numbers of eight bits (precision/float8.py)."""
-
-    recipe_name: Literal["", "tensorwise", "rowwise", "blockwise"] = ""
-    """Numbers that share a scale: all of a tensor, a row, or 1 x 128; "": no float8."""
-    filter_fqns: list[str] = field(default_factory=list)
-    """Parts of names: a linear whose name holds one stays in high precision."""
-    round_scales_to_power_of_2: bool = True
-    """Round scales to powers of two, under which a number's digits depend on no other number."""
-    enable_fsdp_float8_all_gather: bool = False
-    """Gather the weights of these linears over the ranks of FSDP as bytes."""
-    emulate: bool = False
-    """Multiply in fp32 what float8 holds; a CPU does so wherever it has no kernel."""
-
-
-@dataclass
-class QuantizedLinear:
-    """Which numbers linears multiply."""
-
-    float8: Float8 = field(default_factory=Float8)
-    """Numbers of eight bits."""
-
-
-@dataclass
-class Quantize:
-    """Products in fewer bits."""
-
-    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
-    """Those of linears."""
 
 
 @dataclass

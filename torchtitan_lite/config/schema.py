@@ -22,7 +22,7 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torchtitan_lite.config import keys, watching
+from torchtitan_lite.config import keys, quantizing, watching
 from torchtitan_lite.config.keys import Config, ConfigError
 
 WRAP = textwrap.TextWrapper(96, " " * 6, " " * 6, break_on_hyphens=False)
@@ -171,9 +171,9 @@ def help_text(section: str | None = None) -> str:
 
 @functools.cache
 def meanings() -> dict[str, str]:
-    """The string under each field of keys.py and watching.py, by "Class.field"."""
+    """The string under each field of the files that declare keys, by "Class.field"."""
     found: dict[str, str] = {}
-    bodies = [ast.parse(inspect.getsource(module)).body for module in (keys, watching)]
+    bodies = [ast.parse(inspect.getsource(module)).body for module in (keys, quantizing, watching)]
     classes = [node for body in bodies for node in body if isinstance(node, ast.ClassDef)]
     for node in classes:
         for declared, below in zip(node.body, node.body[1:], strict=False):
