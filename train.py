@@ -23,7 +23,7 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.launch import process_group, told, world_size
 from torchtitan_lite.models.config import ModelConfig
-from torchtitan_lite.models.families import model_config
+from torchtitan_lite.models.families import model_of
 
 INTERRUPTED = 130  # as shells have it: 128 + SIGINT
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     if text is not None:
         print(text)
         return 0
-    config, model = load_and_check(argv, world_size=world_size(), resolve_model=_model_config)
+    config, model = load_and_check(argv, world_size=world_size(), resolve_model=model_of)
     return run(config, model)
 
 
@@ -86,11 +86,6 @@ def run(config: Config, model: ModelConfig) -> int:
             sys.stderr.flush()
             os._exit(INTERRUPTED)  # other ranks may be waiting for this one: no leave is taken
     return 0
-
-
-def _model_config(config: Config) -> ModelConfig:
-    model = config.model
-    return model_config(model.name, model.flavor, model.overrides, model.hf_assets_path)
 
 
 if __name__ == "__main__":

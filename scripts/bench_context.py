@@ -23,7 +23,6 @@ import os
 import statistics
 import sys
 import time
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,10 +34,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
+from torchtitan_lite.observe.live_storage import LiveStorage
 from torchtitan_lite.parallel.chunks import Order
 from torchtitan_lite.parallel.context import apply_context_parallel
 from torchtitan_lite.parallel.exchange import METHODS
@@ -54,26 +53,22 @@ LARGE = ModelConfig(  # an 8B Llama's layers; a small vocabulary, as the loss is
 ATTENTION = "_scaled_dot_product"
 
 
-class Count(TorchDispatchMode):
+class Count(LiveStorage):
     """Bytes sent and FLOPs of attention, and the live storages of what operators made."""
 
-    def __init__(self, ranks: int, own: set[int]) -> None:
-        super().__init__()
+    def __init__(self, ranks: int, own: list[Tensor]) -> None:
+        super().__init__(left_out=own)
         self.ranks = ranks
         self.sent: Counter[str] = Counter()
         self.flops = 0
-        self.seen, self.live, self.peak = own, 0, 0  # storages, by id; weights are seen already
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_bytes(name, args[0])
         elif name.startswith(ATTENTION):
             self._count_flops(name, args)
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._hold(tensor)
         return out
 
     def _count_bytes(self, name: str, value: Any) -> None:
@@ -94,19 +89,6 @@ class Count(TorchDispatchMode):
         products = 5 if backward else 2  # q k^T, p v; and their gradients, q k^T once more
         flops = products * 2 * batch * heads * queries * k.shape[2] * width
         self.flops += flops // 2 if causal else flops
-
-    def _hold(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if id(storage) in self.seen:
-            return
-        self.seen.add(id(storage))
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._release, id(storage), storage.nbytes())
-
-    def _release(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.live -= size
 
 
 @contextmanager
@@ -133,9 +115,8 @@ def count(
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         held = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
-        own = {id(t.untyped_storage()) for t in held}
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-        with Count(size, own) as counted:
+        with Count(size, held) as counted:
             model(tokens, labels=tokens)[0].backward()
     return counted
 

@@ -1,7 +1,7 @@
-"""A bare loop, this Trainer, compiled too, and Hugging Face's Trainer: the same steps, in turns.
+"""A bare loop, this Trainer, compiled, in float8, and Hugging Face's: the same steps, in turns.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python scripts/bench_train.py [--rounds 8] [--steps 4]
-        [--of bare,eager,compiled,hugging_face] [--section.key value ...]
+        [--of bare,eager,compiled,float8,hugging_face] [--section.key value ...]
 
 All train the same weights on the same rows in this one process. Each has a thread, and a baton that
 it hands on after a few steps, so that a busy machine slows all alike; what one does between two
@@ -10,8 +10,9 @@ is CPU time a token (time.process_time; on an accelerator time on the clock), by
 rounds' ratios. The first round of each, in which it compiles, is left out.
 
 The bare loop is what a page of PyTorch does: forward, backward, clip, step; in bf16 under autocast,
-where the Trainer casts parameters. Hugging Face's Trainer needs the package accelerate. Further
-flags are those of train.py.
+where the Trainer casts parameters. `float8` is compiled, with rowwise scales if no
+--quantize.linear.float8.recipe_name says otherwise; the others have none. Hugging Face's Trainer
+needs the package accelerate. Further flags are those of train.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torchtitan_lite.data.opening import open_sources
 from torchtitan_lite.data.sources import Source
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
-from torchtitan_lite.models.families import config_to_hf, model_config
+from torchtitan_lite.models.families import config_to_hf, model_of
 from torchtitan_lite.observe.logging import init_logging
 from torchtitan_lite.observe.metrics import Record
 from torchtitan_lite.optim.schedule import lr_factor
@@ -248,12 +249,23 @@ def batches_of(config: Config, source: Source) -> Loader:
     )
 
 
-CONTESTANTS: dict[str, tuple[Callable[..., float], dict[str, Any]]] = {
-    "bare": (run_bare, {}),
-    "eager": (run_trainer, {}),
-    "compiled": (run_trainer, {"enable": True}),
-    "hugging_face": (run_hugging_face, {}),
+CONTESTANTS: dict[str, Callable[..., float]] = {
+    "bare": run_bare,
+    "eager": run_trainer,
+    "compiled": run_trainer,
+    "float8": run_trainer,
+    "hugging_face": run_hugging_face,
 }
+
+
+def config_of(name: str, config: Config) -> Config:
+    """What the contestant `name` makes of `config`."""
+    own = deepcopy(config)
+    own.job.dump_folder = f"{config.job.dump_folder}/{name}"
+    own.compile.enable |= name in ("compiled", "float8")
+    recipe = own.quantize.linear.float8.recipe_name or "rowwise"
+    own.quantize.linear.float8.recipe_name = recipe if name == "float8" else ""
+    return own
 
 
 def main(argv: list[str]) -> int:
@@ -276,9 +288,7 @@ def main(argv: list[str]) -> int:
             config, model = load_and_check(
                 [*DEBUG_RECIPE, *off, *rest],
                 world_size=1,
-                resolve_model=lambda c: model_config(
-                    c.model.name, c.model.flavor, c.model.overrides, c.model.hf_assets_path
-                ),
+                resolve_model=model_of,
             )
             source, _ = open_sources(config, model.vocab_size)
         except ConfigError as error:
@@ -308,13 +318,8 @@ def compete(
                 baton.begin_round(name)
             steps += 1
 
-        contestant, compile_options = CONTESTANTS[name]
-        own = deepcopy(config)
-        own.job.dump_folder = f"{config.job.dump_folder}/{name}"
-        for key, value in compile_options.items():
-            setattr(own.compile, key, value)
         try:
-            baton.losses[name] = contestant(own, model, source, turn)
+            baton.losses[name] = CONTESTANTS[name](config_of(name, config), model, source, turn)
         except BaseException as error:
             baton.leave(name, error)
             raise

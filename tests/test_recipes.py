@@ -22,7 +22,7 @@ from torchtitan_lite.config import Config, ConfigError, config_warnings, load_an
 from torchtitan_lite.mesh import Degrees, build_mesh
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
-from torchtitan_lite.models.families import model_config
+from torchtitan_lite.models.families import model_of
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.toml"))
@@ -37,16 +37,10 @@ def world_size(name: str) -> int:
     return int(first.removeprefix(FIRST_LINE)) if first.startswith(FIRST_LINE) else 1
 
 
-def resolve_model(config: Config) -> ModelConfig:
-    """As train.py does."""
-    model = config.model
-    return model_config(model.name, model.flavor, model.overrides, model.hf_assets_path)
-
-
 def load(name: str, *more: str, world: int | None = None) -> tuple[Config, ModelConfig]:
     """What train.py makes of the recipe, all cross-checks passed."""
     argv = ["--job.config_file", str(FOLDER / name), *WITHOUT_DATA, *more]
-    return load_and_check(argv, world_size=world or world_size(name), resolve_model=resolve_model)
+    return load_and_check(argv, world_size=world or world_size(name), resolve_model=model_of)
 
 
 def build_rank(name: str, rank: int) -> tuple[Config, ParallelModel]:
@@ -111,7 +105,7 @@ def test_a_recipe_states_its_world_size_first_and_says_which_paths_to_replace(na
 def test_a_recipe_whose_paths_are_not_replaced_is_refused_with_each_of_them(name: str) -> None:
     argv = ["--job.config_file", str(FOLDER / name)]
     with pytest.raises(ConfigError) as refused:
-        load_and_check(argv, world_size=world_size(name), resolve_model=resolve_model)
+        load_and_check(argv, world_size=world_size(name), resolve_model=model_of)
     lines = str(refused.value).splitlines()
     keys = {"model.hf_assets_path", "training.dataset_path", "validation.dataset_path"}
     assert len(lines) == len(keys), "nothing else is wrong with it"

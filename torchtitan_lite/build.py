@@ -43,7 +43,9 @@ from torchtitan_lite.parallel.pipeline import (
     stages_of_rank,
 )
 from torchtitan_lite.parallel.tensor import reduce_partial_gradients
+from torchtitan_lite.precision.delayed import DelayedScaling
 from torchtitan_lite.precision.fsdp import gather_in_float8
+from torchtitan_lite.precision.grouped import announce_float8_experts
 from torchtitan_lite.precision.linear import announce_float8
 
 
@@ -62,6 +64,7 @@ class ParallelModel:
     zero_stage: int
     pipeline: Pipeline | None
     tied_head: TiedHead | None
+    scaling: DelayedScaling
     own_tokens: Callable[[Tensor], Tensor]  # (rows, seq) -> what of it goes through this rank
 
     def train(
@@ -80,6 +83,7 @@ class ParallelModel:
         the randomness of dropout; None drops nothing. `positions` (rows, seq) restart at each
         document; None: a row is one.
         """
+        self.scaling.begin()
         num_micro_batches = tokens.shape[0] // micro_batch_size
         if self.pipeline is not None:
             self.pipeline.train(
@@ -162,7 +166,8 @@ def build_model(
     stages: dict[int, Decoder] = {}
     if config.quantize.linear.float8.recipe_name:
         with torch.device("meta"):
-            announce_float8(Decoder(model_config), config)
+            announce_float8(whole := Decoder(model_config), config)
+            announce_float8_experts(whole, config)
     for index in held:
         with torch.device("meta"):
             part = Decoder(model_config, modules[index])
@@ -204,6 +209,7 @@ def build_model(
         zero_stage=config.parallelism.zero_stage,
         pipeline=pipeline,
         tied_head=tied_head,
+        scaling=DelayedScaling(parts, config, ranks_per_stage=mesh.ranks_per_stage),
         own_tokens=partial(order_of_rows(config).take, rank=mesh.place["cp"])
         if degrees.cp > 1
         else lambda rows: rows,

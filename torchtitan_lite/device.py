@@ -17,6 +17,7 @@ Proven in tests/test_device.py.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import platform
 import random
@@ -29,6 +30,9 @@ import torch
 import torch.distributed as dist
 
 GIB = 1024**3
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # environment: a CPU alone
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETS_TRITON = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch
 
 
 def device_type() -> str:
@@ -103,14 +107,27 @@ def attention_dtypes(device_type: str, backend: str) -> tuple[str, ...]:
     return ("bfloat16",) if newer else ()
 
 
+def has_triton(device_type: str) -> bool:
+    """Whether the kernels of ops/kernels.py run there: on NVIDIA's devices, or interpreted."""
+    is_nvidia = device_type == "cuda" and not torch.version.hip
+    return INTERPRETS_TRITON or (HAS_TRITON and is_nvidia)
+
+
+def has_float8(device_type: str) -> bool:
+    """Whether there are instructions for torch's float8 formats; AMD's devices have others."""
+    if device_type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
 def float8_recipes(device_type: str, dtype: str) -> tuple[str, ...]:
     """The recipes of precision/float8.py whose products, in `dtype`, have a kernel."""
     if device_type == "cpu":
         return ("tensorwise", "rowwise")
-    # AMD's devices have float8 formats of their own.
-    if device_type != "cuda" or torch.version.hip or torch.cuda.get_device_capability() < (8, 9):
+    if not has_float8(device_type):
         return ()
-    return ("tensorwise", "rowwise") if dtype == "bfloat16" else ("tensorwise",)
+    known = ("tensorwise", "rowwise") if dtype == "bfloat16" else ("tensorwise",)
+    return (*known, "blockwise") if has_triton(device_type) else known
 
 
 # --- memory -----------------------------------------------------------------------------------

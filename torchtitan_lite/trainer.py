@@ -96,6 +96,7 @@ class Trainer:
         self.optimizer = build_optimizer(
             self.model.named_parameters,
             **vars(config.optimizer),
+            seed=config.debug.seed,
             all_names=list(parameter_shapes(model_config)),
             strict_patterns=None if user_wrote_no_decay else (),
         )
@@ -153,8 +154,7 @@ class Trainer:
             self.balance.end(applied=applied)
         self.optimizer.zero_grad()
         self.step += 1
-        training = self.config.training
-        tokens = training.global_batch_size * training.seq_len
+        tokens = self.config.training.global_batch_size * self.config.training.seq_len
         self.tokens_seen += tokens
         self.timer.step(tokens)
         self._count_skipped(applied, norm)
@@ -209,6 +209,7 @@ class Trainer:
             self.checkpoints.wait_for_staging()
         self.optimizer.step()
         self.model.after_update()
+        self.model.scaling.end()
 
     def _count_skipped(self, applied: bool, norm: float) -> None:
         if applied:
@@ -322,6 +323,7 @@ class Trainer:
         return {
             **model_state(self.model.stored),
             **({} if self.balance is None else {"trainer.expert_shares": self.balance.shares}),
+            **self.model.scaling.state(),
             **optimizer_state(self.optimizer, self.model.named_parameters),
             **train_state(
                 {

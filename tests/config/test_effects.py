@@ -11,12 +11,15 @@ from torchtitan_lite.config import config_warnings, load_and_check, to_toml
 from torchtitan_lite.config.effects import SILENT
 from torchtitan_lite.config.schema import all_keys
 
+FLOAT8 = "--quantize.linear.float8"
 PP = "--parallelism.pipeline_parallel"
 QUIET = ["--lr_scheduler.warmup_steps=1"]
 BY_HAND = (
     '--parallelism.module_fqns_per_model_part=[["embed_tokens", "layers.0", "layers.1"], '
     '["layers.2", "layers.3", "layers.4", "layers.5", "norm", "lm_head"]]'
 )
+
+BY_BUDGET = ["--activation_checkpoint.mode=memory_budget", "--compile.enable"]
 
 # (the key set, what makes it act, the world): alone it warns, with its condition it does not.
 ROWS = [
@@ -57,6 +60,13 @@ ROWS = [
     ),
     ("--compile.components=model", ["--compile.enable"], 1),
     ("--compile.backend=aot_eager", ["--compile.enable"], 1),
+    ("--activation_checkpoint.memory_budget=0.3", BY_BUDGET, 1),
+    (f"{FLOAT8}.scaling=delayed", [f"{FLOAT8}.recipe_name=tensorwise"], 1),
+    (
+        f"{FLOAT8}.amax_history_length=4",
+        [f"{FLOAT8}.recipe_name=tensorwise", f"{FLOAT8}.scaling=delayed"],
+        1,
+    ),
     ("--metrics.save_tb_folder=x", ["--metrics.enable_tensorboard"], 1),
     ("--profiling.save_traces_folder=x", ["--profiling.enable_profiling"], 1),
     ("--profiling.profiler_active=2", ["--profiling.enable_profiling"], 1),
@@ -78,10 +88,18 @@ SILENCED = [
     ("--optimizer.beta1=0.8", ["--optimizer.name=SGD"], 1),
     ("--optimizer.beta2=0.8", ["--optimizer.name=SGD"], 1),
     ("--optimizer.eps=1e-6", ["--optimizer.name=SGD"], 1),
+    ("--optimizer.state_dtype=bfloat16", ["--optimizer.name=SGD"], 1),
+    ("--optimizer.state_dtype=float32", ["--training.dtype=bfloat16"], 1),
+    ("--optimizer.implementation=foreach", ["--optimizer.state_dtype=bfloat16"], 1),
     ("--optimizer.no_decay=*.bias", ["--optimizer.weight_decay=0"], 1),
     ("--lr_scheduler.min_lr_factor=0.1", ["--lr_scheduler.decay_type=constant"], 1),
     ("--lr_scheduler.decay_ratio=0.1", ["--lr_scheduler.decay_type=constant"], 1),
     ("--activation_checkpoint.selective_ac_option=op", ["--activation_checkpoint.mode=full"], 1),
+    (
+        "--activation_checkpoint.selective_ac_option=op",
+        ["--activation_checkpoint.mode=memory_budget", "--compile.enable"],
+        1,
+    ),
     (f"{PP}_layers_per_stage=3", [BY_HAND], 2),
 ]
 

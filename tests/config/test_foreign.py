@@ -72,7 +72,7 @@ steps = 1200
 
 # Every key of v0.2.2 that is not one of ours, and the older names.
 ABSENT = """
-activation_checkpoint: early_stop memory_budget visualize_memory_budget_pareto preserve_rng_state
+activation_checkpoint: early_stop visualize_memory_budget_pareto preserve_rng_state
 activation_checkpoint: determinism_check debug per_op_sac_force_recompute_mm_shapes_by_fqns
 checkpoint: initial_load_in_hf_quantized load_only
 checkpoint: enable_first_step_checkpoint create_seed_checkpoint enable_ft_dataloader_checkpoints
@@ -91,7 +91,7 @@ parallelism: enable_async_tensor_parallel pipeline_parallel_schedule_csv
 parallelism: pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
 parallelism: pipeline_parallel_expert_parallel_overlap expert_tensor_parallel_degree
 parallelism: expert_parallel_comm_backend
-quantize.grouped_mm.float8: fqns
+quantize.grouped_mm.mx: recipe_name fqns
 quantize.linear.float8: precompute_float8_dynamic_scale_for_fsdp
 quantize.linear.mx: mxfp8_dim1_cast_kernel_choice
 training: compile gc_debug

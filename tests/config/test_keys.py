@@ -25,7 +25,8 @@ training: token_cache document_mask packing enable_cpu_offload gc_freq max_skipp
 training.dataloader: num_workers prefetch_factor
 loss: num_chunks z_loss_weight
 moe: aux_loss_weight aux_loss_form z_loss_weight bias_update_speed kernel
-optimizer: name lr beta1 beta2 eps weight_decay momentum implementation no_decay lr_multipliers
+optimizer: name lr beta1 beta2 eps weight_decay momentum implementation state_dtype no_decay
+optimizer: lr_multipliers
 lr_scheduler: warmup_steps total_steps decay_ratio decay_type min_lr_factor
 parallelism: pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_microbatch_size
 parallelism: pipeline_parallel_layers_per_stage module_fqns_per_model_part
@@ -36,7 +37,7 @@ parallelism: enable_sequence_parallel disable_loss_parallel expert_parallel_degr
 checkpoint: enable folder interval load_step keep_latest_k async_mode initial_load_path
 checkpoint: initial_load_model_only initial_load_in_hf last_save_model_only last_save_in_hf
 checkpoint: export_dtype exclude_from_loading
-activation_checkpoint: mode selective_ac_option
+activation_checkpoint: mode selective_ac_option memory_budget
 compile: enable components backend
 metrics: log_freq enable_tensorboard save_tb_folder enable_wandb disable_color_printing
 profiling: enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup
@@ -44,8 +45,10 @@ profiling: enable_memory_snapshot save_memory_snapshot_folder
 comm: init_timeout_seconds train_timeout_seconds
 debug: seed deterministic
 validation: enable dataset dataset_path freq steps local_batch_size seq_len
-quantize.linear.float8: recipe_name filter_fqns round_scales_to_power_of_2
-quantize.linear.float8: enable_fsdp_float8_all_gather emulate
+quantize.linear.float8: recipe_name filter_fqns include_fqns round_scales_to_power_of_2
+quantize.linear.float8: scaling amax_history_length enable_fsdp_float8_all_gather
+quantize.linear.float8: enable_tp_float8_all_gather emulate
+quantize.grouped_mm.float8: fqns
 """
 
 # What lies outside a key's bounds, and on them. Keys that are not named are counts: 1 and no less.
@@ -82,6 +85,7 @@ OUTSIDE_AND_ON = {
     "checkpoint.load_step": (["-2"], ["-1", "0", "7"]),
     "checkpoint.keep_latest_k": (["1", "-1"], ["0", "2"]),
     "activation_checkpoint.selective_ac_option": (["0", "all", "-1", "1.5", ""], ["op", "1", "10"]),
+    "activation_checkpoint.memory_budget": (["-0.1", "1.1"], ["0", "1"]),
     "profiling.profiler_warmup": (["-1"], ["0"]),
     "debug.seed": (["-1", str(2**63)], ["0", str(2**63 - 1)]),
 }

@@ -172,6 +172,8 @@ ON_THE_COMMAND_LINE = [
     ("--job.description", '""', "no value given; give --job.description VALUE"),
     ("--optimizer.name=AdamX", '"AdamX"', "not one of AdamW, SGD; did you mean AdamW?"),
     ("--training.dtype=int8", '"int8"', "not one of float32, bfloat16; choose one of them"),
+    ("--quantize.linear.float8.recipe_name=mxfp8", '"mxfp8"',
+     'not one of "" (off), tensorwise, rowwise, blockwise; choose one of them'),
     ("--checkpoint.exclude_from_loading=data_loader", '"data_loader"',
      "not one of model, optimizer, dataloader, train_state; did you mean dataloader?"),
     ("--parallelism.module_fqns_per_model_part=a,b", '"a,b"',

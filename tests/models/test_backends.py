@@ -201,3 +201,18 @@ def test_flex_passes_over_blocks_that_no_query_sees() -> None:
     numbers = document_numbers(positions_of([[128, 22]]))
     apart = RowMask(numbers, num_keys=SEQ, device=torch.device("cpu"))
     assert backends.block_mask(apart, None, 1).kv_num_blocks.tolist() == [[[1, 1]]]
+
+
+@pytest.mark.parametrize("documents", ["none", "packed"])
+def test_what_trains_in_bf16_on_cpu_is_computed_in_fp32_and_rounded_once(documents: str) -> None:
+    mask, options = row_mask(documents), {"window": None, "scale": None}
+    low = [t.bfloat16().requires_grad_() for t in inputs(2, 8, 8)]
+    high = [t.detach().float().requires_grad_() for t in low]
+    grad = torch.randn(BATCH, HEADS, SEQ, 8).bfloat16()
+    outs = [backends.attend(*ts, mask, **options) for ts in (low, high)]
+    for out in outs:
+        out.backward(grad.to(out.dtype))
+    assert outs[0].dtype == torch.bfloat16 and torch.equal(outs[0], outs[1].bfloat16())
+    for own, other in zip(low, high, strict=True):
+        assert own.grad is not None and other.grad is not None
+        assert torch.equal(own.grad, other.grad.bfloat16())

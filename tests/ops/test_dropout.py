@@ -60,8 +60,8 @@ def test_every_position_and_every_channel_loses_its_share(dim: int) -> None:
 
 def test_the_hash_is_splitmix64() -> None:
     """The first outputs of the published generator for the seed 1234567."""
-    states = 1234567 + torch.arange(1, 6) * dropout._STEP
-    assert [number % 2**64 for number in dropout._scramble(states).tolist()] == [
+    states = 1234567 + torch.arange(1, 6) * dropout.STEP
+    assert [number % 2**64 for number in dropout.scramble(states).tolist()] == [
         6457827717110365317,
         3203168211198807973,
         9817491932198370423,
@@ -135,7 +135,7 @@ def test_two_masks_are_not_correlated(pair: str) -> None:
 
 
 def test_a_weak_hash_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout, "_scramble", lambda x: x)
+    monkeypatch.setattr(dropout, "scramble", lambda x: x)
     seen = [name for name, pair in PAIRS.items() if not _sigmas(pair()) < SIGMAS]
     assert len(seen) > len(PAIRS) / 2
 

@@ -45,6 +45,8 @@ def build(
         "weight_decay": 0.1,
         "momentum": 0.0,
         "implementation": "for-loop",
+        "state_dtype": "float32",
+        "seed": 0,
         "no_decay": NO_DECAY,
         "lr_multipliers": {},
         "strict_patterns": [],

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.models.moe import Router
+from torchtitan_lite.ops.dropout import sample_keys
 from torchtitan_lite.parallel import activation
 from torchtitan_lite.parallel.activation import apply_activation_checkpointing
 
@@ -50,19 +51,31 @@ MODES = [NONE, FULL, EVERY_2ND, EVERY_3RD, PER_OP]
 MATMUL = torch.ops.aten.mm.default
 OF_EXPERTS = torch.ops.aten._grouped_mm.default
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+VIEWS = {  # which cost nothing, and of which autograd makes some of its own
+    getattr(torch.ops.aten, name).default for name in ("t", "view", "detach", "_unsafe_view")
+} | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor}
 
 
-class BackwardCounter(TorchDispatchMode):
-    """How often each operator runs inside a backward."""
+class OperatorCounter(TorchDispatchMode):
+    """How often each operator runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[Any] = Counter()
 
+    def counts_here(self) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch._C._current_graph_task_id() != -1:
-            self.counts[func] += 1
+        self.counts[func] += self.counts_here()
         return func(*args, **(kwargs or {}))
+
+
+class BackwardCounter(OperatorCounter):
+    """How often each operator runs inside a backward."""
+
+    def counts_here(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
 
 
 class LiveBytes(TorchDispatchMode):
@@ -91,10 +104,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def make(
-    mode: tuple[str, str], num_layers: int = 4, modules: list[str] | None = None, **changes: int
+    mode: tuple[str, str], num_layers: int = 4, modules: list[str] | None = None, **changes: Any
 ) -> Decoder:
     torch.manual_seed(0)
-    config = dataclasses.replace(CONFIG, num_hidden_layers=num_layers, **changes)  # type: ignore[arg-type]
+    config = dataclasses.replace(CONFIG, num_hidden_layers=num_layers, **changes)
     model = Decoder(config, modules)
     apply_activation_checkpointing(model, mode=mode[0], selective_option=mode[1])
     return model
@@ -163,6 +176,22 @@ def test_an_attention_operator_missing_from_the_list_would_be_seen(
 ) -> None:
     monkeypatch.setattr(activation, "_DEAR", activation._DEAR - {ATTENTION})
     assert run_backward(make(PER_OP))[ATTENTION] == 4
+
+
+def test_of_each_operator_a_layer_in_full_repeats_its_forward_and_no_more() -> None:
+    """All but what nothing in backward reads: down_proj, and the residual that it is added to."""
+    plain = make(NONE, 1)
+    x = torch.randn(BATCH, SEQ, CONFIG.hidden_size, requires_grad=True)
+    layer, context = plain.layers["0"], plain._context(torch.arange(SEQ)[None], None, None)
+    with OperatorCounter() as forward:
+        layer(x, context)
+    again = run_backward(make(FULL))
+    again.subtract(run_backward(make(NONE)))
+    skipped = Counter({MATMUL: 1, torch.ops.aten.add.Tensor: 1})
+    for operator, count in forward.counts.items():
+        if operator not in VIEWS:
+            assert again[operator] == 4 * (count - skipped[operator]), operator
+    assert {op for op, count in again.items() if count > 0} <= set(forward.counts) | VIEWS
 
 
 # --- a mixture of experts ---------------------------------------------------------------------
@@ -262,3 +291,36 @@ def test_names_and_gradients_are_those_of_the_plain_model(mode: tuple[str, str])
         ours, theirs = parameter.grad, expected[name].grad
         assert ours is not None and theirs is not None
         assert torch.equal(ours, theirs), name
+
+
+# What else a layer may be: each has operators of its own, some of them with randomness.
+KINDS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "dropout": {"residual_dropout": 0.1, "attention_dropout": 0.1},
+    "latent": {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 6, "v_head_dim": 10,
+               "num_key_value_heads": 8},
+    "state_space": {"layer_type": "state_space", "intermediate_size": 80, "state_size": 4,
+                    "time_step_rank": 3, "conv_kernel": 4},
+}  # fmt: skip
+
+
+def gradients(mode: tuple[str, str], kind: str) -> list[Tensor]:
+    model = make(mode, 2, **KINDS[kind])
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+        if kind == "bfloat16":
+            parameter.data = parameter.data.bfloat16()
+    keys = sample_keys(0, 0, BATCH, torch.device("cpu"))
+    loss = model(_tokens(), labels=_tokens(), keys=keys)[0]
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(found) == len(list(model.parameters()))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_mode_gives_the_bits_of_none_for_each_kind_of_layer(kind: str) -> None:
+    expected = gradients(NONE, kind)
+    for mode in MODES[1:]:
+        for ours, theirs in zip(gradients(mode, kind), expected, strict=True):
+            assert torch.equal(ours, theirs), mode

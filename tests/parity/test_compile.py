@@ -23,6 +23,7 @@ PER_OP = {
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "op",
 }
+BUDGET = {"activation_checkpoint.mode": "memory_budget"}
 DOCUMENTS = {"training.document_mask": True}
 EXPERTS = {
     "num_experts": 8,
@@ -102,6 +103,10 @@ ROWS = [
     row("documents-ulysses", Mesh(cp=2), DOCUMENTS,
         {"parallelism.context_parallel_method": "ulysses"}),
     row("documents-per-op", Mesh(), DOCUMENTS, PER_OP),
+    row("budget", Mesh(), BUDGET, {"activation_checkpoint.memory_budget": 0.0}),
+    row("budget-dp2-tp2", Mesh(dp_shard=2, tp=2), BUDGET),
+    row("budget-cp2", Mesh(cp=2), BUDGET, {"activation_checkpoint.memory_budget": 0.1}),
+    row("budget-pp2-ZBVZeroBubble", Mesh(pp=2), BUDGET, schedule("ZBVZeroBubble")),
     row("window", Mesh(), sliding_window=8, max_window_layers=2),
     row("latent", Mesh(tp=2), **LATENT),
     row("state-space", Mesh(), **STATE_SPACE),
@@ -115,6 +120,7 @@ ROWS = [
     row("pp2-ZBVZeroBubble-recomputed", Mesh(pp=2), schedule("ZBVZeroBubble"), FULL),
     row("inductor", Mesh(), {"compile.backend": "inductor"}),
     row("inductor-dp2-tp2", Mesh(dp_shard=2, tp=2), {"compile.backend": "inductor"}, FULL),
+    row("inductor-budget", Mesh(tp=2), {"compile.backend": "inductor"}, BUDGET),
     row("inductor-DualPipeV", Mesh(pp=2), {"compile.backend": "inductor"}, schedule("DualPipeV")),
 ]  # fmt: skip
 

@@ -162,23 +162,27 @@ def test_a_cpu_takes_every_recipe(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("capability", "recipe", "dtype", "works"),
+    ("capability", "triton", "recipe", "dtype", "works"),
     [
-        ((9, 0), "tensorwise", "float32", None),
-        ((8, 9), "rowwise", "bfloat16", None),
-        ((9, 0), "rowwise", "float32", "use tensorwise, or set"),
-        ((9, 0), "blockwise", "bfloat16", "use tensorwise or rowwise, or set"),
-        ((8, 0), "tensorwise", "bfloat16", "set"),
+        ((9, 0), False, "tensorwise", "float32", None),
+        ((8, 9), False, "rowwise", "bfloat16", None),
+        ((8, 9), True, "blockwise", "bfloat16", None),
+        ((9, 0), False, "rowwise", "float32", "use tensorwise, or set"),
+        ((9, 0), True, "rowwise", "float32", "use tensorwise or blockwise, or set"),
+        ((9, 0), False, "blockwise", "bfloat16", "use tensorwise or rowwise, or set"),
+        ((8, 0), True, "tensorwise", "bfloat16", "set"),
     ],
 )
 def test_an_accelerator_is_not_left_to_emulate_unless_asked_to(
     capability: tuple[int, int],
+    triton: bool,
     recipe: str,
     dtype: str,
     works: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    monkeypatch.setattr(device, "HAS_TRITON", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     argv = [KEY + recipe, f"--training.mixed_precision_param={dtype}"]
     told = [

@@ -23,6 +23,13 @@ from torchtitan_lite.precision.linear import Float8Linear
 SLOW = pytest.mark.slow
 RECIPE = "quantize.linear.float8.recipe_name"
 WIDE = dataclasses.replace(TINY, hidden_size=48, intermediate_size=80)  # multiples of 16
+MIXTURE = dataclasses.replace(
+    WIDE,
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=48,
+    shared_expert_intermediate_size=32,
+)
 MESHES: list[tuple[Mesh, dict[str, Any]]] = [
     (Mesh(dp_shard=2, tp=2), {}),
     (Mesh(dp_shard=2), {"parallelism.zero_stage": 1, "training.local_batch_size": 2}),
@@ -60,6 +67,15 @@ def test_a_mesh_computes_what_one_process_computes(
     name: str, mesh: Mesh, more: dict[str, Any]
 ) -> None:
     assert_equal(run(mesh, options(name) | more, WIDE), one_process(name))
+
+
+@SLOW
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=2), Mesh(dp_shard=2, tp=2)], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_beside_experts_that_ranks_share_out_it_is_the_same(name: str, mesh: Mesh) -> None:
+    """Attention and the shared expert; the routed ones multiply in high precision."""
+    more = options(name) | {"parallelism.expert_parallel_degree": 2}
+    assert_equal(run(mesh, more, MIXTURE), run(Mesh(), options(name), MIXTURE))
 
 
 ONE_QUICK = [pytest.param(name, marks=[] if name == "rowwise" else [SLOW]) for name in RECIPES]

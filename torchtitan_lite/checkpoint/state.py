@@ -5,6 +5,7 @@
     optimizer.state.embed_tokens.weight.step
     trainer.step                                      training scalars, as 0-d tensors
     trainer.expert_shares                             load of the experts in the last step
+    trainer.amax_history.<fqn>                        largest numbers of a float8 linear, delayed
     dataloader.consumed_samples
 
 No rank, stage, group or parameter order is in a name, so a rank of any mesh asks for the names it

@@ -289,4 +289,5 @@ CHECKS: tuple[Callable[[Facts], Findings], ...] = (
     _initial_load,
     _profiler,
     model_checks.compile_pieces,
+    model_checks.memory_budget,
 )

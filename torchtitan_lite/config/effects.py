@@ -35,6 +35,7 @@ from torchtitan_lite.config.schema import all_keys, get_value, told, toml_value
 
 OFF = (False,)
 REPLICATE = "parallelism.data_parallel_replicate_degree"
+AC_MODE = "activation_checkpoint.mode"
 NO_TEXT = ("tokens", "synthetic")
 TRACES, SNAPSHOTS = "profiling.enable_profiling", "profiling.enable_memory_snapshot"
 
@@ -52,6 +53,11 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("optimizer.momentum", {"optimizer.name": ("AdamW",)}),
     ("optimizer.beta?", {"optimizer.name": ("SGD",)}),
     ("optimizer.eps", {"optimizer.name": ("SGD",)}),
+    ("optimizer.state_dtype", {"optimizer.name": ("SGD",)}),
+    (
+        "optimizer.implementation",
+        {"optimizer.state_dtype": ("bfloat16",), "optimizer.name": ("AdamW",)},
+    ),
     ("optimizer.no_decay", {"optimizer.weight_decay": (0,)}),
     ("lr_scheduler.decay_ratio", {"lr_scheduler.decay_type": ("constant",)}),
     ("lr_scheduler.min_lr_factor", {"lr_scheduler.decay_type": ("constant",)}),
@@ -71,7 +77,9 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
         {"checkpoint.last_save_model_only": OFF, "checkpoint.last_save_in_hf": OFF},
     ),
     ("model.flavor", {"model.name": ("auto",)}),
-    ("*.selective_ac_option", {"activation_checkpoint.mode": ("none", "full")}),
+    ("*.selective_ac_option", {AC_MODE: ("none", "full", "memory_budget")}),
+    ("*.memory_budget", {AC_MODE: ("none", "full", "selective")}),
+    ("*.memory_budget", {"compile.backend": ("eager",)}),
     ("compile.*", {"compile.enable": OFF}),
     ("metrics.save_tb_folder", {"metrics.enable_tensorboard": OFF}),
     ("profiling.save_traces_folder", {TRACES: OFF}),
@@ -81,17 +89,29 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("validation.*", {"validation.enable": OFF}),
     ("validation.dataset_path", {"validation.dataset": ("synthetic",)}),
     ("quantize.linear.float8.*", {"quantize.linear.float8.recipe_name": ("",)}),
+    ("*.amax_history_length", {"quantize.linear.float8.scaling": ("dynamic",)}),
     ("*.enable_fsdp_float8_all_gather", {SHARD: (1,), CONTEXT: (1,)}),
     ("*.enable_fsdp_float8_all_gather", {ZERO_STAGE: (0,)}),
+    ("*.enable_tp_float8_all_gather", {TENSOR: (1,)}),
+    ("*.enable_tp_float8_all_gather", {"parallelism.enable_sequence_parallel": OFF}),
 )
 
 
 def config_warnings(config: Config, model: ModelShape | None = None) -> list[str]:
     """One line for each thing that will not act as set; `config` is resolved, `model` its own."""
     found = [*_silent(config), *_parallelism(config, model), *_schedule(config)]
+    if _stored_as_parameters(config):
+        reason = 'training.dtype is "bfloat16", and moments are stored as parameters are'
+        found.append(("optimizer.state_dtype", "has no effect", reason))
     if model is not None:
         found += [*_lengths(config, model), *_experts(config, model)]
     return [told(config, (name,), reason, fix).line for name, reason, fix in found]
+
+
+def _stored_as_parameters(config: Config) -> bool:
+    optimizer, in_bf16 = config.optimizer, config.training.dtype == "bfloat16"
+    asked = "optimizer.state_dtype" in config.user_set and optimizer.name == "AdamW"
+    return in_bf16 and asked and optimizer.state_dtype == "float32"
 
 
 def _silent(config: Config) -> Iterator[tuple[str, str, str]]:

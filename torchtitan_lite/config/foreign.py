@@ -25,7 +25,6 @@ RECIPE = "quantize.linear.float8.recipe_name"
 NO_FLOAT8 = f"of quantized training there is {RECIPE} alone; remove the key"
 EXPERTS_WHOLE = "an expert is never cut and its tokens go by all-to-all; remove the key"
 NO_DEBUG = "this version has no such diagnostic; remove the key"
-NO_BUDGET = "this version has no memory budget; use activation_checkpoint.mode"
 NO_TORCHFT = "this version has no torchft; remove the key"
 NO_EXTENSION = "this version imports no code by configuration; add a field to a section instead"
 BUILT_IN = "this version decides it by itself; remove the key"
@@ -50,9 +49,9 @@ ROWS: tuple[Foreign, ...] = (
     Foreign("experimental*", OFF, NO_EXTENSION),
     Foreign("training.compile*", OFF, "use compile.enable"),
     Foreign("model.*conver*", OFF, f"set {RECIPE}"),
-    Foreign("quantize.linear.float8.precompute*", OFF, "no scale is kept; remove the key"),
+    Foreign("quantize.linear.float8.precompute*", OFF, "no scale is made ahead; remove the key"),
     Foreign("quantize.linear.mx.*", (*OFF, ["output"]), NO_FLOAT8),
-    Foreign("quantize.grouped_mm*", OFF, NO_FLOAT8),
+    Foreign("quantize.grouped_mm.mx*", OFF, NO_FLOAT8),
     Foreign("float8*", OFF, "use the keys of quantize.linear.float8"),
     Foreign("mx.*", OFF, NO_FLOAT8),
     Foreign("*.dataloader.persistent_workers", BOTH, BUILT_IN),
@@ -78,7 +77,7 @@ ROWS: tuple[Foreign, ...] = (
     Foreign("activation_checkpoint.per_op_sac_*", ([], ["moe.router.gate"]), BUILT_IN),
     Foreign("activation_checkpoint.early_stop", OFF, BUILT_IN),
     Foreign("activation_checkpoint.preserve_rng_state", BOTH, BUILT_IN),
-    Foreign("activation_checkpoint.*memory_budget*", (False, 0.5), NO_BUDGET),
+    Foreign("activation_checkpoint.visualize_memory_budget_pareto", OFF, NO_DEBUG),
     Foreign("activation_checkpoint.determinism_check", ("default",), NO_DEBUG),
     Foreign("activation_checkpoint.debug", OFF, NO_DEBUG),
     # Diagnostics

@@ -179,6 +179,9 @@ class Optimizer:
     """Momentum of SGD."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Kernel of the step: one for all parameters, lists of parameters, or one by one."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of AdamW's moments; bfloat16 takes 4 bytes a parameter less, and is rounded up or
+    down at random so that the mean stays right."""
     no_decay: list[str] = field(default_factory=lambda: list(NO_DECAY))
     """Patterns (as of file names) of parameter names without weight decay."""
     lr_multipliers: dict[str, NotNegative] = field(default_factory=dict)
@@ -287,10 +290,12 @@ class Checkpoint:
 class ActivationCheckpoint:
     """What backward computes again instead of having kept it."""
 
-    mode: Literal["none", "full", "selective"] = "selective"
-    """Nothing, every layer, or what selective_ac_option says."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """Nothing, every layer, what selective_ac_option says, or what the compiler chooses."""
     selective_ac_option: EveryNth = "2"
     """Every n-th layer ("2"), or in each layer what costs little to compute again ("op")."""
+    memory_budget: Share = 0.5
+    """Of what a compiled layer keeps between its input alone (0) and what it would keep (1)."""
 
 
 @dataclass

@@ -207,7 +207,8 @@ def _choice(options: tuple[str, ...], raw: Any) -> str:
         return by_folded[fold(raw)]
     close = [by_folded[folded] for folded in nearest(fold(raw), by_folded)]
     fix = f"did you mean {close[0]}?" if close else "choose one of them"
-    raise Refused(f"not one of {', '.join(options)}", fix)
+    listed = ", ".join(option or '"" (off)' for option in options)
+    raise Refused(f"not one of {listed}", fix)
 
 
 def _command_line(argv: list[str]) -> Iterator[Setting | Problem]:

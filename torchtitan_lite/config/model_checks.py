@@ -14,6 +14,7 @@ from torchtitan_lite.config.facts import (
     BACKEND,
     CONTEXT,
     EXPERT,
+    EXPERTS_FLOAT8,
     FLOAT8,
     MAX_VARLEN_WIDTH,
     PIPELINE,
@@ -132,20 +133,40 @@ def attention_backend(facts: Facts) -> Findings:
 def float8(facts: Facts) -> Findings:
     """quantize.linear.float8: an accelerator has kernels for it; a CPU gains nothing by any."""
     config, float8 = facts.config, facts.config.quantize.linear.float8
-    gather, powers = f"{FLOAT8}.enable_fsdp_float8_all_gather", "round_scales_to_power_of_2"
-    if float8.recipe_name and float8.enable_fsdp_float8_all_gather:
-        if not float8.round_scales_to_power_of_2:
-            reason = "weights are cast again where they arrive, which changes digits unless scales "
-            yield (gather,), f"{reason}are powers of two", f"set {FLOAT8}.{powers} to true"
-        if config.training.enable_cpu_offload:
-            keys = (gather, "training.enable_cpu_offload")
-            yield keys, "weights in host memory are sent from there as they are", "turn one off"
-    if not float8.recipe_name or float8.emulate:
+    fqns, names = f"{EXPERTS_FLOAT8}.fqns", config.quantize.grouped_mm.float8.fqns
+    if not float8.recipe_name:
+        if names:
+            reason = "experts follow the recipe of the linears, of which there is none"
+            yield (fqns, f"{FLOAT8}.recipe_name"), reason, f"set {FLOAT8}.recipe_name to one"
+        return
+    powers, offload = f"{FLOAT8}.round_scales_to_power_of_2", "training.enable_cpu_offload"
+    for last, what in (
+        ("enable_fsdp_float8_all_gather", "weights"),
+        ("enable_tp_float8_all_gather", "rows"),
+    ):
+        gather, on = f"{FLOAT8}.{last}", getattr(float8, last)
+        if on and not float8.round_scales_to_power_of_2:
+            reason = f"{what} are cast again where they arrive, which changes digits unless scales "
+            yield (gather,), f"{reason}are powers of two", f"set {powers} to true"
+        if on and what == "weights" and config.training.enable_cpu_offload:
+            reason = "weights in host memory are sent from there as they are"
+            yield (gather, offload), reason, "turn one off"
+    if names and not float8.round_scales_to_power_of_2:
+        reason = "experts multiply the numbers in bfloat16, which holds them only where scales are "
+        yield (fqns,), f"{reason}powers of two", f"set {powers} to true"
+    if float8.recipe_name != "tensorwise" and float8.scaling == "delayed":
+        reason = "the steps before are known of a whole tensor, and this recipe has a scale a block"
+        fix = "use tensorwise, or dynamic scaling"
+        yield (f"{FLOAT8}.scaling", f"{FLOAT8}.recipe_name"), reason, fix
+    if float8.emulate:
         return
     from torchtitan_lite import device  # as above
 
     kind, dtype = device.device_type(), config.training.mixed_precision_param
     known = device.float8_recipes(kind, dtype)
+    if kind != "cpu" and names:
+        fix = f"set {FLOAT8}.emulate to true, which is slower than high precision, or name none"
+        yield (fqns,), f"this {kind} device has no kernel for experts in float8", fix
     if kind != "cpu" and float8.recipe_name not in known:
         fix = f"set {FLOAT8}.emulate to true, which is slower than high precision"
         fix = f"use {one_of(known)}, or {fix}" if known else fix
@@ -255,3 +276,17 @@ def compile_pieces(facts: Facts) -> Findings:
         reason += "piece no operator can be kept"
         keys = ["activation_checkpoint.selective_ac_option", "activation_checkpoint.mode", enable]
         yield keys, reason, f"set it to a number, or {instead}"
+
+
+def memory_budget(facts: Facts) -> Findings:
+    """activation_checkpoint.mode = memory_budget, which a compiler of whole layers carries out."""
+    options, model = facts.config.compile, facts.model
+    keys = ("activation_checkpoint.mode", "compile.enable", "compile.components")
+    if facts.config.activation_checkpoint.mode != "memory_budget":
+        return
+    if not options.enable or "model" not in options.components:
+        fix = f"set {keys[1]} to true with model among {keys[2]}, or use selective"
+        yield keys, "what is kept is chosen by the compiler of the layers, which is off", fix
+    elif model is not None and model.num_experts:
+        reason = "layers with experts are compiled in pieces, and what lies outside of a piece "
+        yield keys, f"{reason}would be kept whatever the budget", "use full or selective"

@@ -8,6 +8,9 @@
 A dense mask is seq x seq numbers, and the kernel computes what it hides; the other two pass over
 it, so packed rows cost what their documents cost. All layers of a forward share one form.
 
+On CPU the backward of sdpa in bf16 takes four to seven times what it takes in fp32
+(docs/performance.md), so there what trains in bf16 goes through it in fp32.
+
 These take whole rows. The few queries that follow a cache of keys always go through sdpa, which
 runs everywhere. What flex and varlen cannot do is refused in config/model_checks.py.
 Proven in tests/models/test_backends.py.
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from torchtitan_lite.models.attention import RowMask
@@ -48,9 +52,14 @@ def attend(
     if backend == "sdpa" or row_mask is None or row_mask.num_queries != row_mask.num_keys:
         mask = None if row_mask is None else row_mask.dense(window)
         causal, grouped = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
+        dtype = q.dtype
+        # Not for fake tensors: what is counted with those is an accelerator's.
+        on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
+        if on_cpu and dtype == torch.bfloat16 and q.requires_grad:
+            q, k, v = q.float(), k.float(), v.float()
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=scale
-        )
+        ).to(dtype)
     return {"flex": _flex, "varlen": _varlen}[backend](q, k, v, row_mask, window, scale)
 
 

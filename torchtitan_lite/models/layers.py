@@ -72,7 +72,8 @@ class TokenLoss(nn.Module):
         self.vocab_size = config.vocab_size
         self.num_chunks = 1
         self.z_loss_weight = 0.0
-        self.extra: dict[str, Any] = {}  # what a plan adds: its group and its first row
+        # What a plan adds: its group and its first row; products of other precision.
+        self.extra: dict[str, Any] = {}
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.layers import ACTIVATIONS, MLP
 from torchtitan_lite.ops.grouped import ALIGNMENT, align_blocks, best_kernel, grouped_linear
+from torchtitan_lite.ops.permute import combine_rows, gather_rows
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Router(nn.Module):
         self.config = config
         self.balance = Balance()
         self.is_counting = False  # while training, but not where a forward is computed again
+        self.linear = F.linear  # or one of other precision
         self.extra: dict[str, Any] = {}  # what a plan adds: the sum over ranks of one sequence
         num_experts = config.num_experts
         self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size))
@@ -77,7 +79,7 @@ class Router(nn.Module):
         """(batch, seq, hidden) -> weights fp32 and experts int64, each (batch, seq, top k)."""
         config = self.config
         exact = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(exact), self.weight.to(exact))  # (batch, seq, experts)
+        logits = self.linear(x.to(exact), self.weight.to(exact))  # (batch, seq, experts)
         scores = logits.sigmoid() if config.router_scores == "sigmoid" else logits.softmax(-1)
         with torch.no_grad():
             chosen = self._choose(scores)
@@ -159,6 +161,7 @@ class Experts(nn.Module):
         num_experts, width = config.num_experts, config.moe_intermediate_size
         self.activation = ACTIVATIONS[config.hidden_act]
         self.kernel = "auto"
+        self.product = grouped_linear  # or one of other precision
         self.gate_proj = nn.Parameter(torch.empty(num_experts, width, config.hidden_size))
         self.up_proj = nn.Parameter(torch.empty(num_experts, width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, config.hidden_size, width))
@@ -177,10 +180,10 @@ class Experts(nn.Module):
 
     def _multiply(self, rows: Tensor, counts: Tensor, kernel: str) -> Tensor:
         gate, up = (
-            grouped_linear(rows, weight, counts, kernel=kernel)
+            self.product(rows, weight, counts, kernel=kernel)
             for weight in (self.gate_proj, self.up_proj)
         )
-        return grouped_linear(self.activation(gate) * up, self.down_proj, counts, kernel=kernel)
+        return self.product(self.activation(gate) * up, self.down_proj, counts, kernel=kernel)
 
 
 class MoE(nn.Module):
@@ -202,10 +205,8 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         order = chosen.flatten().argsort(stable=True)  # of the pairs (token, choice), by expert
         counts = _count(chosen.flatten(), self.gate.config.num_experts)
-        rows = self.experts(tokens[order // top_k], counts)
-        # Back in the order of the pairs: a sum over k in a fixed order, whatever the experts.
-        pairs = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, (-1, top_k))
-        out = (weights.flatten(0, -2)[:, None].type_as(pairs) @ pairs).squeeze(1).view_as(x)
+        rows = self.experts(gather_rows(tokens, order, top_k), counts)
+        out = combine_rows(rows, order, weights.flatten(0, -2)).view_as(x)
         if self.shared_expert is None:
             return out
         shared = self.shared_expert(x)

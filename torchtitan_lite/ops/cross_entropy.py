@@ -13,6 +13,8 @@ outer derivative is one number. Under vocabulary parallelism each rank holds the
 the target's logit (or nothing, where another rank holds it), in one all-gather a chunk; dx is
 then the rank's partial sum, which the plan's boundary adds up.
 
+The three products may be of another precision: `products` makes them from W.
+
 z-loss: weight * logsumexp^2 (arXiv:2204.02311, section 5), added per token.
 
 Proven in tests/ops/test_cross_entropy.py against F.cross_entropy.
@@ -20,7 +22,8 @@ Proven in tests/ops/test_cross_entropy.py against F.cross_entropy.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +32,18 @@ from torch.distributed import ProcessGroup
 from torchtitan_lite.ops.collectives import gather
 
 IGNORE_INDEX = -100
+
+
+class Products(NamedTuple):
+    """Those of a linear with W (rows, hidden)."""
+
+    out: Callable[[Tensor], Tensor]  # x -> x W^T
+    dx: Callable[[Tensor], Tensor]  # gradient -> gradient W
+    dw: Callable[[Tensor, Tensor], Tensor]  # gradient, x -> gradient^T x
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Products:
+        return cls(lambda x: x @ weight.t(), lambda g: g @ weight, lambda g, x: g.t() @ x)
 
 
 def linear_cross_entropy(
@@ -41,6 +56,7 @@ def linear_cross_entropy(
     z_loss_weight: float = 0.0,
     first_row: int = 0,
     group: ProcessGroup | None = None,
+    products: Callable[[Tensor], Products] = Products.of,
 ) -> Tensor:
     """Sums over the tokens whose label is not -100: [loss, cross-entropy, z], shape (3,), fp32.
 
@@ -48,7 +64,7 @@ def linear_cross_entropy(
     Rows at or past `vocab_size` are padding and take no part. Only the first entry is
     differentiable: loss = cross-entropy + z_loss_weight * z.
     """
-    options = (vocab_size, num_chunks, z_loss_weight, first_row, group)
+    options = (vocab_size, num_chunks, z_loss_weight, first_row, group, products)
     return _LinearCrossEntropy.apply(x, weight, labels, *options)
 
 
@@ -64,9 +80,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss_weight: float,
         first_row: int,
         group: ProcessGroup | None,
+        products: Callable[[Tensor], Products],
     ) -> Tensor:
         wants_gradient = any(ctx.needs_input_grad[:2])
         num_words = min(max(vocab_size - first_row, 0), weight.shape[0])  # the rest is padding
+        multiply = products(weight)
         chunk_size = -(-x.shape[0] // num_chunks)
         sums = torch.zeros(3, dtype=torch.float32, device=x.device)
         if wants_gradient:
@@ -75,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, x.shape[0], chunk_size):
             chunk = slice(start, start + chunk_size)
-            logits = (x[chunk] @ weight.t()).float()  # (chunk, rows)
+            logits = multiply.out(x[chunk]).float()  # (chunk, rows)
             logits[:, num_words:] = -torch.inf
             valid = labels[chunk] != IGNORE_INDEX
             lse, target_logit, target_row, held = _combine(logits, labels[chunk], first_row, group)
@@ -89,8 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dlogits *= 1 + 2 * z_loss_weight * lse[:, None]
                 dlogits.scatter_add_(1, target_row[:, None], -held.float()[:, None])
                 dlogits = dlogits.mul_(valid[:, None]).to(weight.dtype)
-                torch.mm(dlogits, weight, out=grad_x[chunk])
-                grad_weight += dlogits.t() @ x[chunk]
+                grad_x[chunk] = multiply.dx(dlogits)
+                grad_weight += multiply.dw(dlogits, x[chunk])
         if wants_gradient:
             ctx.save_for_backward(grad_x, grad_weight)
             ctx.weight_dtype = weight.dtype
@@ -109,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Not in place: zero-bubble schedules run this node twice.
         torch.mul(grad_x, scale, out=scaled_x)
         torch.mul(grad_weight, scale, out=scaled_weight)
-        return scaled_x, scaled_weight, None, None, None, None, None, None
+        return scaled_x, scaled_weight, *[None] * 7
 
 
 def _combine(

@@ -31,10 +31,10 @@ def _signed(number: int) -> int:
     return (number & (2**64 - 1)) - (number >> 63 & 1) * 2**64
 
 
-_STEP, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+STEP, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _scramble(x: Tensor) -> Tensor:
+def scramble(x: Tensor) -> Tensor:
     """splitmix64's output function; int64 multiplication wraps, and >> must not carry the sign."""
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * _FIRST
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * _SECOND
@@ -44,7 +44,12 @@ def _scramble(x: Tensor) -> Tensor:
 def sample_keys(seed: int, first_sample: int, num_samples: int, device: torch.device) -> Tensor:
     """(num_samples,) int64: a key for each of consecutive samples of a run."""
     samples = torch.arange(first_sample, first_sample + num_samples, device=device)
-    return _scramble(_scramble(samples * _STEP) + _signed(seed))
+    return scramble(scramble(samples * STEP) + _signed(seed))
+
+
+def hash_of_name(name: str) -> int:
+    """An int64."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
 
 
 class Dropout(nn.Module):
@@ -57,8 +62,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float, site: str) -> None:
         super().__init__()
         self.p = p
-        digest = hashlib.sha256(site.encode()).digest()
-        self.site = int.from_bytes(digest[:8], "big", signed=True)
+        self.site = hash_of_name(site)
         self.shard = 0
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
@@ -68,6 +72,6 @@ class Dropout(nn.Module):
         # Slices of dim 1 lie one after the other in a row.
         first = self.shard * x[:1].numel()
         index = torch.arange(first, first + x[:1].numel(), device=x.device).view(x[:1].shape)
-        key = _scramble(keys + self.site).view(-1, *[1] * (x.dim() - 1))
-        bits = _scramble(key + index * _STEP) & (1 << _BITS) - 1
+        key = scramble(keys + self.site).view(-1, *[1] * (x.dim() - 1))
+        bits = scramble(key + index * STEP) & (1 << _BITS) - 1
         return x.masked_fill(bits < round(self.p * (1 << _BITS)), 0.0) / (1 - self.p)

@@ -46,6 +46,18 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, kernel: str) ->
     return torch.cat([*products, rest])
 
 
+def grouped_outer(a: Tensor, b: Tensor, counts: Tensor, *, kernel: str) -> Tensor:
+    """a^T b of each block of rows: (rows, out), (rows, in) -> (experts, out, in).
+
+    It is the gradient of the weight above: of the gradient of its output, and of x.
+    """
+    if kernel == "grouped":
+        return F.grouped_mm(a.t(), b, offs=counts.cumsum(0).to(torch.int32))
+    sizes = counts.tolist()
+    blocks = zip(a[: sum(sizes)].split(sizes), b[: sum(sizes)].split(sizes), strict=True)
+    return torch.stack([left.t() @ right for left, right in blocks])
+
+
 def align_blocks(counts: Tensor, num_rows: int, multiple: int) -> tuple[Tensor, Tensor, int]:
     """Blocks of `counts` rows, `num_rows` in all, with each length rounded up to `multiple`.
 

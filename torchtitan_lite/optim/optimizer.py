@@ -32,6 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtitan_lite.config import ConfigError
+from torchtitan_lite.optim.low_precision import LowPrecisionAdamW
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def build_optimizer(
     weight_decay: float,
     momentum: float,
     implementation: str,
+    state_dtype: str,
+    seed: int,
     no_decay: Sequence[str],
     lr_multipliers: Mapping[str, float],
     all_names: Collection[str] | None = None,
@@ -67,9 +70,10 @@ def build_optimizer(
     model); every pattern of `lr_multipliers` must.
 
     Each group holds params, names, weight_decay, lr and lr_multiplier besides torch's own entries.
-    Where torch has no fused kernel for these parameters (SGD on DTensors), one warning says so and
-    foreach takes its place. Raises ConfigError for a pattern without a match and for a multiplier
-    that is not a number from 0 up.
+    AdamW's moments are of the parameters' dtype, or bfloat16 (low_precision.py, which draws from
+    `seed`). Where torch has no fused kernel for these parameters (SGD on DTensors), one warning
+    says so and foreach takes its place. Raises ConfigError for a pattern without a match and for a
+    multiplier that is not a number from 0 up.
     """
     check_patterns(
         named_parameters if all_names is None else all_names,
@@ -84,6 +88,8 @@ def build_optimizer(
         lr_multipliers=lr_multipliers,
     )
     assert name in ("AdamW", "SGD"), f"optimizer.name {name!r}"
+    if name == "AdamW" and state_dtype == "bfloat16":
+        return LowPrecisionAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, seed=seed)
     if implementation == "fused" and not _runs_fused(named_parameters.values(), name=name):
         implementation = "foreach"
     kernel = IMPLEMENTATIONS[implementation]

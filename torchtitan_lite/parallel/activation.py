@@ -5,6 +5,7 @@
     selective n  "full" on every n-th layer
     selective op keep fused attention (there is none with dropout of its weights), the reduced
                  outputs, exchanged rows and every second matmul; recompute the rest
+    memory_budget the compiler of a layer chooses, by time and bytes (compile.py); nothing here
 
 The layer's `forward` is wrapped in place instead of the module, so no parameter changes its name.
 While it is computed again its router counts no tokens: it did so the first time.
@@ -46,7 +47,7 @@ _DEAR = {  # outputs that cost much to compute again, or a collective
 
 def apply_activation_checkpointing(model: nn.Module, *, mode: str, selective_option: str) -> None:
     """Wrap the forward of the layers of `model` that `mode` chooses."""
-    if mode == "none":
+    if mode in ("none", "memory_budget"):
         return
     every_op = mode == "selective" and selective_option == "op"
     stride = 1 if mode == "full" or every_op else int(selective_option)

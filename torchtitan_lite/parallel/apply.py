@@ -21,18 +21,22 @@ from torchtitan_lite.parallel.context import apply_context_parallel
 from torchtitan_lite.parallel.data import apply_data_parallel
 from torchtitan_lite.parallel.expert import apply_expert_parallel
 from torchtitan_lite.parallel.tensor import apply_tensor_parallel
+from torchtitan_lite.precision.grouped import apply_float8_to_experts
 from torchtitan_lite.precision.linear import apply_float8
 
 
 def parallelize(part: Decoder, mesh: ParallelMesh, config: Config) -> None:
     """Give `part`, on the meta device, every plan that `config` asks for."""
+    float8 = config.quantize.linear.float8
     apply_float8(part, config)
+    apply_float8_to_experts(part, config)
     if mesh.degrees.tp > 1:
         apply_tensor_parallel(
             part,
             mesh.tp,
             sequence_parallel=config.parallelism.enable_sequence_parallel,
             loss_parallel=not config.parallelism.disable_loss_parallel,
+            float8_gathers=bool(float8.recipe_name) and float8.enable_tp_float8_all_gather,
         )
         part.tie_weights()  # the plan replaced both weights
     if mesh.degrees.ep > 1:
@@ -55,6 +59,9 @@ def parallelize(part: Decoder, mesh: ParallelMesh, config: Config) -> None:
             part,
             components=config.compile.components,
             backend=config.compile.backend,
+            memory_budget=config.activation_checkpoint.memory_budget
+            if config.activation_checkpoint.mode == "memory_budget"
+            else 1.0,
             split_backward=mesh.degrees.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES,
         )
     apply_data_parallel(

@@ -43,16 +43,26 @@ GRAPHS_OF_A_LAYER = 4
 
 
 class Graphs:
-    """Compiles what one part of a model captures, and counts: graphs made, graphs called."""
+    """Compiles what one part of a model captures, and counts: graphs made, graphs called.
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    Of what a graph's backward needs, `memory_budget` is the share that is kept: torch's partitioner
+    computes the rest again, what costs least a byte first.
+    """
+
+    def __init__(self, backend: str, memory_budget: float = 1.0) -> None:
+        self.backend, self.memory_budget = backend, memory_budget
         self.num_made = self.num_calls = 0
 
     def compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """What torch.compile takes as its backend."""
         self.num_made += 1
-        compute = torch._dynamo.lookup_backend(self.backend)(graph, inputs)
+        # Settings of the process, which the partitioner reads here and nowhere later.
+        with torch._functorch.config.patch(
+            activation_memory_budget=self.memory_budget,
+            # Those among a graph's inputs are process groups: no bytes that it could keep.
+            unsafe_treat_script_objects_as_zero_size=True,
+        ):
+            compute = torch._dynamo.lookup_backend(self.backend)(graph, inputs)
 
         def compute_and_count(*args: Any) -> Any:
             self.num_calls += 1
@@ -86,13 +96,19 @@ class CompiledForward:
 
 
 def apply_compile(
-    model: Decoder, *, components: Sequence[str], backend: str, split_backward: bool = False
+    model: Decoder,
+    *,
+    components: Sequence[str],
+    backend: str,
+    memory_budget: float = 1.0,
+    split_backward: bool = False,
 ) -> None:
     """Compile the pieces of `model`; components: "model" (its layers), "loss", or both.
 
-    `split_backward`: the pipeline's schedule runs a graph's backward twice.
+    `memory_budget` is that of a layer: 1 keeps what eager would. The loss, which forms its gradient
+    in forward, has none. `split_backward`: the pipeline's schedule runs a graph's backward twice.
     """
-    graphs = Graphs(backend)
+    graphs = Graphs(backend, memory_budget)
     if split_backward:  # a first run must not overwrite what the second one reads
         torch._functorch.config.donated_buffer = False
     if "model" in components:
@@ -108,7 +124,8 @@ def apply_compile(
             for name, piece in _pieces(layer):
                 _compile(piece, f"layers.{index}{name}", graphs)
     if "loss" in components and model.lm_head is not None:
-        _compile(model.lm_head.token_loss, "lm_head.token_loss", graphs)
+        of_loss = graphs if memory_budget == 1.0 else Graphs(backend)
+        _compile(model.lm_head.token_loss, "lm_head.token_loss", of_loss)
 
 
 def _pieces(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -65,24 +65,43 @@ from torchtitan_lite.parallel.parameters import (
     distribute,
     read_parameters_as,
 )
+from torchtitan_lite.precision.gather import (
+    all_gather_in_float8,
+    all_read_float8,
+    reduce_scatter_from_float8,
+    warn_of_high_gathers,
+)
+from torchtitan_lite.precision.linear import Float8Linear
 
 SEQUENCE_DIM = 1  # of hidden states (batch, seq, hidden)
+# The linears of a block that read what comes into it.
+READERS = {"q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj"}
 
 
 def apply_tensor_parallel(
-    model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool
+    model: Decoder,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+    float8_gathers: bool = False,
 ) -> None:
-    """Cut every parameter of `model` over the 1-D `mesh`, and place the collectives."""
+    """Cut every parameter of `model` over the 1-D `mesh`, and place the collectives.
+
+    `float8_gathers`: with sequence parallelism, what linears in float8 alone read is gathered so.
+    """
     assert model.config.layer_type == "attention", "there is no plan for a state-space layer"
     norm, of_part = Replicated(sequence_parallel), Replicated(sees_part=True)
     dropout, dropout_of_heads = CutDropout(sequence_parallel), CutDropout(sees_part=True)
-    mlp = {True: SliceOfSequence(sequence_parallel), False: GatherInput(sequence_parallel)}
+    low = float8_gathers and sequence_parallel
+    into_block, out_of_block = GatherInput(sequence_parallel, low), Rowwise(sequence_parallel, low)
+    mlp = {True: SliceOfSequence(sequence_parallel), False: into_block}
     plan: dict[str, ParallelStyle] = {
         "embed_tokens": VocabularyEmbedding(sequence_parallel),
         "embed_positions": PositionEmbedding(sequence_parallel),
         "embedding_dropout": dropout,
         "layers.*.input_layernorm": norm,
-        "layers.*.self_attn": GatherInput(sequence_parallel),
+        "layers.*.self_attn": into_block,
         "layers.*.self_attn.q_proj": Colwise(),
         "layers.*.self_attn.k_proj": Colwise(),
         "layers.*.self_attn.v_proj": Colwise(),
@@ -95,13 +114,13 @@ def apply_tensor_parallel(
         "layers.*.self_attn.kv_a_layernorm": of_part,
         "layers.*.self_attn.kv_b_proj": Colwise(),
         "layers.*.self_attn.core_attention.dropout": dropout_of_heads,
-        "layers.*.self_attn.o_proj": Rowwise(sequence_parallel),
+        "layers.*.self_attn.o_proj": out_of_block,
         "layers.*.attn_dropout": dropout,
         "layers.*.post_attention_layernorm": norm,
         **{f"layers.{i}.mlp": mlp[model.config.has_experts(int(i))] for i in model.layers},
         "layers.*.mlp.gate_proj": Colwise(),
         "layers.*.mlp.up_proj": Colwise(),
-        "layers.*.mlp.down_proj": Rowwise(sequence_parallel),
+        "layers.*.mlp.down_proj": out_of_block,
         "layers.*.mlp.gate": RouterOfSlice(),
         "layers.*.mlp.shared_expert.*_proj": of_part,
         "layers.*.mlp.shared_expert_gate": of_part,
@@ -113,6 +132,8 @@ def apply_tensor_parallel(
     parallelize_module(
         model, mesh, {path: style for name, style in plan.items() for path in matching(paths, name)}
     )
+    high = into_block.high + out_of_block.high
+    warn_of_high_gathers([name for name, module in model.named_modules() if module in high])
     left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     plain = [name for name in left if ".mlp.experts." not in name]
     assert not plain, f"the plan leaves {plain} as plain tensors beside DTensors"
@@ -130,16 +151,25 @@ class Colwise(ParallelStyle):
 class Rowwise(ParallelStyle):
     """A linear that holds some of its input features: its output is summed over the ranks.
 
-    Its bias is on every rank, and is added to the sum.
+    Its bias is on every rank, and is added to the sum. `low`: for a linear in float8 the gradient
+    of the sum is gathered so.
     """
 
-    def __init__(self, sequence_parallel: bool) -> None:
-        self.sequence_parallel = sequence_parallel
+    def __init__(self, sequence_parallel: bool, low: bool = False) -> None:
+        self.sequence_parallel, self.low = sequence_parallel, low
+        self.high: list[nn.Module] = []  # that are in high precision nonetheless
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear)
         distribute(module, device_mesh, Shard(1), bias=Replicate())
         leave = _exit(device_mesh, self.sequence_parallel)
+        if self.low and isinstance(module, Float8Linear):
+            group, gradient = device_mesh.get_group(), module.recipe.gradient
+            leave = partial(
+                reduce_scatter_from_float8, dim=SEQUENCE_DIM, group=group, gradient=gradient
+            )
+        elif self.low:
+            self.high.append(module)
         read_parameters_as(module, lambda parameter: None if parameter.dim() == 1 else parameter)
         product = module.forward  # sees no bias
 
@@ -153,13 +183,22 @@ class Rowwise(ParallelStyle):
 
 
 class GatherInput(ParallelStyle):
-    """Into a block: its first argument becomes the whole sequence on every rank."""
+    """Into a block: its first argument becomes the whole sequence on every rank.
 
-    def __init__(self, sequence_parallel: bool) -> None:
-        self.sequence_parallel = sequence_parallel
+    `low`: gathered in float8 where all its READERS are.
+    """
+
+    def __init__(self, sequence_parallel: bool, low: bool = False) -> None:
+        self.sequence_parallel, self.low = sequence_parallel, low
+        self.high: list[nn.Module] = []  # that gather in high precision nonetheless
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         enter = _entrance(device_mesh, self.sequence_parallel)
+        if self.low and all_read_float8(module, READERS):
+            group = device_mesh.get_group()
+            enter = partial(all_gather_in_float8, dim=SEQUENCE_DIM, group=group)
+        elif self.low:
+            self.high.append(module)
         module.register_forward_pre_hook(lambda module, args: (enter(args[0]), *args[1:]))
         return module
 
@@ -303,7 +342,7 @@ class VocabularyHead(ParallelStyle):
         GatherInput(self.sequence_parallel)._apply(module, device_mesh)
         rows = module.out_features // device_mesh.size()
         group = device_mesh.get_group()
-        module.token_loss.extra = {
+        module.token_loss.extra |= {
             "first_row": rows * device_mesh.get_local_rank(),
             "group": group,
         }

@@ -29,7 +29,8 @@ depends neither on the rank's other tokens nor on the rest of a weight that is c
 the smallest normal one excepted, at less than 2^-14 of the largest.)
 
 Kept high: sums of products in fp32, scales in fp32, the parameter itself and its gradient, biases,
-norms, routers, the softmax, the embedding, the head, and all that lies between layers.
+norms, the softmax, the embedding, all that lies between layers and, unless they are named, routers,
+their experts and the head.
 
 An infinity or a NaN makes all that shares its scale NaN: it is not hidden.
 Proven in tests/precision/test_float8.py, against torchao among others.
@@ -43,11 +44,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SMALLEST_AMAX = 1e-12  # so that zeros have a scale; torchao's, so that results are equal
-ALIGNMENT = 16  # kernels take matrices whose rows are multiples of 16 bytes
+from torchtitan_lite.device import has_triton
+from torchtitan_lite.ops.float8 import WIDTH, Block, cast_blocks, expand_blocks, scaled_matmul
 
-Block = tuple[int, int]  # rows and columns that share a scale; 0: all there are
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ALIGNMENT = 16  # kernels take matrices whose rows are multiples of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Recipe:
     gradient: torch.dtype
     powers_of_two: bool = True
     emulate: bool = True  # multiply what float8 holds, in fp32
+    delayed: bool = False  # scales come from the steps before (delayed.py)
 
 
 RECIPES = {
@@ -82,40 +84,37 @@ class Scaled:
 
     def high(self) -> Tensor:
         """The numbers that it stands for, in fp32."""
-        rows, columns = self.values.shape
-        blocks = _blocks(self.values.float(), self.block) * self.scale[:, None, :, None]
-        return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
+        return expand_blocks(self.values, self.scale, self.block)
 
 
-def _blocks(x: Tensor, block: Block) -> Tensor:
-    """(rows, columns) -> (R, block rows, C, block columns), filled up with zeros."""
-    (rows, columns), (height, width) = x.shape, block
-    padded = F.pad(x, (0, -columns % width, 0, -rows % height))
-    return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+def cast(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: Block,
+    *,
+    powers_of_two: bool,
+    amax: Tensor | None = None,
+) -> Scaled:
+    """x: (rows, columns), neither of them 0, in float8; blocks at the ends may be cut short.
 
-
-def cast(x: Tensor, dtype: torch.dtype, block: Block, *, powers_of_two: bool) -> Scaled:
-    """x: (rows, columns), neither of them 0, in float8; blocks at the ends may be cut short."""
-    rows, columns = x.shape
-    height, width = block[0] or rows, block[1] or columns
-    largest = torch.finfo(dtype).max
-    blocks = _blocks(x, (height, width))
-    amax = blocks.abs().amax((1, 3), keepdim=True)  # (R, 1, C, 1)
-    # In fp64, where eager and compiled code divide alike.
-    factor = (largest / amax.double().clamp(min=SMALLEST_AMAX)).float()
-    if powers_of_two:
-        factor = factor / (2 * torch.frexp(factor).mantissa)  # the next one below
-    # Nothing to clamp: the factor, rounded, passes the end by far less than half a step.
-    values = (blocks.float() * factor).to(dtype)
-    values = values.flatten(2).flatten(0, 1)[:rows, :columns]
-    return Scaled(values, factor.reciprocal()[:, 0, :, 0], (height, width))
+    `amax`, one number, stands for the largest of x, which may be larger: a number beyond the end of
+    the format then becomes that end, and one that is not finite NaN.
+    """
+    assert amax is None or block == (0, 0)
+    values, scale = cast_blocks(x, dtype, block, powers_of_two=powers_of_two, amax=amax)
+    return Scaled(values, scale, (block[0] or x.shape[0], block[1] or x.shape[1]))
 
 
 def cast_both_ways(
-    x: Tensor, dtype: torch.dtype, block: Block, *, powers_of_two: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    block: Block,
+    *,
+    powers_of_two: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Scaled, Scaled]:
     """x and its transpose, each with rows of its own; square blocks are the same either way."""
-    scaled = cast(x, dtype, block, powers_of_two=powers_of_two)
+    scaled = cast(x, dtype, block, powers_of_two=powers_of_two, amax=amax)
     if block[0] == block[1]:
         return scaled, scaled.t
     return scaled, cast(x.t(), dtype, block, powers_of_two=powers_of_two)
@@ -128,6 +127,9 @@ def multiply(a: Scaled, b: Scaled, *, dtype: torch.dtype, emulate: bool) -> Tens
     """
     if emulate:
         return (a.high() @ b.high().t()).to(dtype)
+    of_pieces = a.block == (1, WIDTH) and b.block in ((1, WIDTH), (WIDTH, WIDTH))
+    if of_pieces and has_triton(a.values.device.type):
+        return scaled_matmul(a.values, a.scale, b.values, b.scale, b.block[0], dtype)
     num_columns = b.values.shape[0]
     left, right = _aligned(a.values), _aligned(b.values)
     right = F.pad(right.view(torch.uint8), (0, 0, 0, -num_columns % ALIGNMENT)).view(right.dtype)

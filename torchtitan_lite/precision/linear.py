@@ -7,10 +7,12 @@
 The swap changes what a linear computes and nothing of what it is: the parameter keeps its name, its
 precision and its place, so initialisation, plans, FSDP, optimizer and checkpoints see an ordinary
 `weight`. It comes before the plans, which then call it with a local shard (parallel/parameters.py)
-and sum what it returns: what travels between ranks is never float8.
+and sum what it returns, in high precision. What is gathered for it may travel as float8 (fsdp.py,
+gather.py).
 
 Backward casts anew what forward was given: a linear keeps for it what an ordinary one keeps.
-Proven in tests/precision/test_linear.py, and on a mesh in tests/precision/test_meshes.py.
+The head and routers, where they are named, keep their classes and are given other products.
+Proven in tests/precision/test_linear.py, test_include.py, and on a mesh in test_meshes.py.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.device import device_type, float8_recipes
+from torchtitan_lite.ops.cross_entropy import Products
+from torchtitan_lite.precision.delayed import GRADIENT, INPUT, WEIGHT, add_history, largest
 from torchtitan_lite.precision.float8 import (
     ALIGNMENT,
     E4M3,
@@ -42,39 +48,67 @@ class Float8Linear(nn.Linear):
     """An nn.Linear with float8 products; apply_float8 makes one of a linear."""
 
     recipe: Recipe
+    amax_history: Tensor | None  # where the recipe is delayed
+    amax: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == 0:  # no token has come here, and nothing has no largest number
             return super().forward(x)
-        out = _Product.apply(x.flatten(0, -2), self.weight, self.recipe)
+        past = (self.amax_history, self.amax) if self.recipe.delayed else (None, None)
+        out = _Product.apply(x.flatten(0, -2), self.weight, self.recipe, *past)
         out = out.unflatten(0, x.shape[:-1])
         return out if self.bias is None else out + self.bias
+
+
+def float8_linear(x: Tensor, weight: Tensor, *, recipe: Recipe) -> Tensor:
+    """As F.linear; scales are dynamic."""
+    if x.numel() == 0:
+        return F.linear(x, weight)
+    out = _Product.apply(x.flatten(0, -2), weight, recipe, None, None)
+    return out.unflatten(0, x.shape[:-1])
+
+
+def head_products(weight: Tensor, *, recipe: Recipe) -> Products:
+    """Those of the head, chunk by chunk of a loss (ops/cross_entropy.py); scales are dynamic."""
+    low = partial(cast, powers_of_two=recipe.powers_of_two)
+    multiplied = partial(multiply, dtype=weight.dtype, emulate=recipe.emulate)
+    block, gradient = recipe.block, recipe.gradient
+    w, w_t = (low(t, E4M3, recipe.weight_block) for t in (weight, weight.t()))
+    return Products(
+        out=lambda x: multiplied(low(x, E4M3, block), w),
+        dx=lambda g: multiplied(low(g, gradient, block), w_t),
+        dw=lambda g, x: multiplied(low(g.t(), gradient, block), low(x.t(), E4M3, block)),
+    )
 
 
 class _Product(torch.autograd.Function):
     """x (tokens, in), weight (out, in) -> x weight^T (tokens, out)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, *past: Tensor | None
+    ) -> Tensor:
+        amax_x, amax_w = largest(x, INPUT, *past), largest(weight, WEIGHT, *past)
+        ctx.save_for_backward(x, weight, amax_x, amax_w)
+        ctx.recipe, ctx.past = recipe, past
         pow2 = recipe.powers_of_two
         return multiply(
-            cast(x, E4M3, recipe.block, powers_of_two=pow2),
-            cast(weight, E4M3, recipe.weight_block, powers_of_two=pow2),
+            cast(x, E4M3, recipe.block, powers_of_two=pow2, amax=amax_x),
+            cast(weight, E4M3, recipe.weight_block, powers_of_two=pow2, amax=amax_w),
             dtype=x.dtype,
             emulate=recipe.emulate,
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight), recipe = ctx.saved_tensors, ctx.recipe
-        pow2, emulate = recipe.powers_of_two, recipe.emulate
-        g, g_t = cast_both_ways(grad, recipe.gradient, recipe.block, powers_of_two=pow2)
-        w_t = cast(weight.t(), E4M3, recipe.weight_block, powers_of_two=pow2)
-        x_t = cast(x.t(), E4M3, recipe.block, powers_of_two=pow2)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight, amax_x, amax_w), recipe = ctx.saved_tensors, ctx.recipe
+        pow2, emulate, block = recipe.powers_of_two, recipe.emulate, recipe.block
+        amax = largest(grad, GRADIENT, *ctx.past)
+        g, g_t = cast_both_ways(grad, recipe.gradient, block, powers_of_two=pow2, amax=amax)
+        w_t = cast(weight.t(), E4M3, recipe.weight_block, powers_of_two=pow2, amax=amax_w)
+        x_t = cast(x.t(), E4M3, block, powers_of_two=pow2, amax=amax_x)
         dx = multiply(g, w_t, dtype=x.dtype, emulate=emulate)
-        return dx, multiply(g_t, x_t, dtype=weight.dtype, emulate=emulate), None
+        return dx, multiply(g_t, x_t, dtype=weight.dtype, emulate=emulate), None, None, None
 
 
 def apply_float8(model: nn.Module, config: Config) -> None:
@@ -83,9 +117,19 @@ def apply_float8(model: nn.Module, config: Config) -> None:
         return
     recipe = recipe_of(config)
     for _, module, reason in linears(model, config):
-        if not reason:
+        if reason:
+            continue
+        other: Any = module
+        if hasattr(module, "token_loss"):  # a head
+            other.token_loss.extra["products"] = partial(head_products, recipe=recipe)
+        elif not isinstance(module, nn.Linear):  # a router, in fp32, for which not all have kernels
+            other.linear = partial(float8_linear, recipe=replace(recipe, emulate=True))
+        else:
             module.__class__ = Float8Linear
             module.recipe = recipe  # type: ignore[assignment]
+            if recipe.delayed:
+                length = config.quantize.linear.float8.amax_history_length
+                add_history(module, length, module.weight.device)
 
 
 def recipe_of(config: Config) -> Recipe:
@@ -96,6 +140,7 @@ def recipe_of(config: Config) -> Recipe:
         RECIPES[float8.recipe_name],
         powers_of_two=float8.round_scales_to_power_of_2,
         emulate=float8.emulate or float8.recipe_name not in known,
+        delayed=float8.scaling == "delayed",
     )
 
 
@@ -118,6 +163,14 @@ def announce_float8(model: nn.Module, config: Config) -> None:
                 f"quantize.linear.float8.filter_fqns = {entry}: no linear of the model has it in "
                 f"its name, such as {names[0]}; remove it (lm_head and routers stay as they are)"
             )
+    others = [name for name, m in model.named_modules() if _is_left_unless_named(name, m)]
+    for entry in float8.include_fqns:
+        if not any(entry in name for name in others):
+            raise ConfigError(
+                f"quantize.linear.float8.include_fqns = {entry}: neither a head nor a router has "
+                f"it in its name, but there are {', '.join(others[:2])}; remove it (linears of the "
+                "layers are swapped unless filter_fqns names them)"
+            )
     if not swapped:
         raise ConfigError(
             f"quantize.linear.float8.recipe_name = {float8.recipe_name}: there is no linear to "
@@ -128,21 +181,34 @@ def announce_float8(model: nn.Module, config: Config) -> None:
     logger.info(f"float8 {float8.recipe_name}, {by}: {len(swapped)} of {len(names)} linears{left}")
 
 
+def _is_left_unless_named(name: str, module: nn.Module) -> bool:
+    """Whether it is models.layers.LMHead or models.moe.Router, of which nothing is known here."""
+    is_head = isinstance(module, nn.Linear) and not name.startswith("layers.")
+    return is_head or hasattr(module, "linear")
+
+
 def _listed(by_reason: dict[str, list[str]]) -> str:
     return ", ".join(f"{len(group)} {why} ({group[0]})" for why, group in by_reason.items())
 
 
-def linears(model: nn.Module, config: Config) -> Iterator[tuple[str, nn.Linear, str]]:
-    """Name, module, and the reason why it stays as it is ("": it does not) of each linear."""
+def linears(model: nn.Module, config: Config) -> Iterator[tuple[str, nn.Module, str]]:
+    """Name, module, and the reason why it stays as it is ("": it does not) of each linear.
+
+    Routers are among them where they are to be swapped.
+    """
     float8 = config.quantize.linear.float8
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
+        included = _is_left_unless_named(name, module)
+        included = included and any(entry in name for entry in float8.include_fqns)
         named = [entry for entry in float8.filter_fqns if entry in name]
+        if not isinstance(module, nn.Linear):
+            if included and not named:
+                yield name, module, ""
+            continue
         reasons = {
             f"named by {named}": bool(named),
-            "outside the layers": not name.startswith("layers."),
-            "with a product of their own": type(module) is not nn.Linear,
+            "outside the layers": not name.startswith("layers.") and not included,
+            "with a product of their own": type(module) is not nn.Linear and not included,
             f"of sizes that {ALIGNMENT} does not divide": (
                 module.in_features % ALIGNMENT > 0 or module.out_features % ALIGNMENT > 0
             ),

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config import ConfigError
+from torchtitan_lite.config import Config, ConfigError
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.families.config_json import read_config, read_sizes, write_config
 from torchtitan_lite.models.families.deepseek import DEEPSEEK_V3
@@ -36,6 +36,12 @@ _ALL = (*_DENSE, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 FLAVORS = {name: flavors for family in _ALL for name, flavors in read_sizes(family).items()}
 AUTO = "auto"
+
+
+def model_of(config: Config) -> ModelConfig:
+    """The model of a run, as `model_config` has it."""
+    model = config.model
+    return model_config(model.name, model.flavor, model.overrides, model.hf_assets_path)
 
 
 def model_config(
