@@ -54,6 +54,8 @@ from torchtitan_lite.trainer import Trainer
 DEBUG_RECIPE = ["--job.config_file", "train_configs/debug.toml"]
 # A few tokens of a small vocabulary: pieces of them would only make more, smaller products.
 ONE_CHUNK = ["--loss.num_chunks", "1"]
+# 4,096 tokens a step: enough that products, and not what each step costs, decide.
+BATCH = ["--training.global_batch_size", "32"]
 FSDP = ["--parallelism.data_parallel_shard_degree", "2", "--parallelism.zero_stage"]
 TP = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_sequence_parallel"]
 PP = ["--parallelism.pipeline_parallel_degree", "2"]
@@ -189,7 +191,7 @@ def configure(
 ) -> tuple[Config, ModelConfig]:
     """The checked configuration of a contestant; raises ConfigError."""
     off = ["--checkpoint.no_enable", "--validation.no_enable", "--job.dump_folder", folder]
-    flags = [*DEBUG_RECIPE, *off, *ONE_CHUNK, "--training.steps", str(steps)]
+    flags = [*DEBUG_RECIPE, *off, *ONE_CHUNK, *BATCH, "--training.steps", str(steps)]
     flags += [*more, *contestant.flags]
 
     def check(flags: list[str]) -> tuple[Config, ModelConfig]:
@@ -198,7 +200,10 @@ def configure(
     config, model = check(flags)
     if contestant.micro_batches > 1:
         size = config.training.global_batch_size // contestant.micro_batches
-        config, model = check([*flags, "--training.local_batch_size", str(size)])
+        rows = "parallelism.pipeline_parallel_microbatch_size"
+        if config.parallelism.pipeline_parallel_degree == 1:
+            rows = "training.local_batch_size"
+        config, model = check([*flags, f"--{rows}", str(size)])
     return config, model
 
 
