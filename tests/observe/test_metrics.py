@@ -343,8 +343,10 @@ def test_the_line_reads_like_this():
 
 def test_mfu_skipped_steps_and_z_loss_show_when_there_are_any():
     line = format_line(
-        {**RECORD, "mfu": 0.4123, "skipped_steps": 2, "z_loss": 0.00125}, total_steps=1000
+        {**RECORD, "mfu": 0.4123, "skipped_steps": 2, "z_loss": 0.00125, "recompilations": 3},
+        total_steps=1000,
     )
+    assert "  recompiled 3" in line
     assert "  mfu 41.2%" in line and "  skipped 2" in line and "  z 0.00125" in line
 
 

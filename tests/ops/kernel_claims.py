@@ -239,6 +239,18 @@ def test_rows_go_to_the_order_of_experts_and_back_as_in_the_reference(
     assert_near(ours[1].to(dtype), theirs[1].to(dtype), dtype)
 
 
+@pytest.mark.parametrize("bad", [0.0, math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_reaches_its_rows_and_tokens_and_no_others(bad: float) -> None:
+    order = torch.randperm(6, generator=generator())
+    x, weights = torch.randn(3, 40, generator=generator(1)), torch.ones(3, 2)
+    x[1, 5] = bad
+    rows = permute.gather_rows(x, order, 2)
+    assert same_bits(rows, permute.gather_rows_reference(x, order, 2))
+    combined = permute.combine_rows(rows, order, weights)
+    assert same_bits(combined, permute.combine_rows_reference(rows, order, weights))
+    assert torch.equal(combined.isfinite(), x.isfinite())
+
+
 def test_a_mixture_of_experts_computes_the_same_with_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -43,6 +43,7 @@ BOTH = ["model", "loss"]
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of the whole process
     with torch._dynamo.config.patch():  # whatever a test sets is set back
         yield
     torch._dynamo.reset()

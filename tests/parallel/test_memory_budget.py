@@ -120,6 +120,11 @@ MODE = "--activation_checkpoint.mode=memory_budget"
     [
         ([], Shape(), "chosen by the compiler of the layers, which is off; set compile.enable to"),
         (["--compile.enable", "--compile.components=loss"], Shape(), "with model among compile."),
+        (
+            ["--compile.enable", "--compile.backend=eager"],
+            Shape(),
+            "set compile.backend to induc",
+        ),
         (["--compile.enable"], Shape(num_experts=4), "would be kept whatever the budget; use full"),
     ],
 )

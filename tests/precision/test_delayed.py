@@ -353,6 +353,22 @@ def look_and_train(trainer: RecordingTrainer) -> tuple[dict[str, Tensor], dict[s
     return before, histories(trainer)
 
 
+@pytest.mark.parametrize(
+    "first",
+    [{SCALING: "dynamic"}, {"quantize.linear.float8.amax_history_length": 5}],
+    ids=["dynamic", "length"],
+)
+def test_histories_that_a_checkpoint_lacks_begin_anew(
+    first: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(Mesh(), settings(**SAVING, **first), WIDE, act=histories, folder=tmp_path)
+    more = settings(**SAVING, **{"training.steps": 4})
+    ((before, after),) = run(Mesh(), more, WIDE, act=look_and_train, folder=tmp_path).returned
+    assert not any(history.any() for history in before.values())
+    assert all(history[:, 0].all() and not history[:, 1:].any() for history in after.values())
+    assert "begins anew: trainer.amax_history.layers.0" in caplog.text
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 

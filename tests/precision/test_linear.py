@@ -201,6 +201,15 @@ def test_other_keys_without_a_recipe_do_nothing_and_say_so() -> None:
     assert warnings([*argv, KEY + "rowwise"], shape=Shape()) == []
 
 
+@pytest.mark.parametrize(
+    "name", ["linear.float8.filter_fqns", "linear.float8.include_fqns", "grouped_mm.float8.fqns"]
+)
+def test_an_empty_entry_which_is_in_every_name_is_refused(name: str) -> None:
+    argv = [KEY + "rowwise", f'--quantize.{name}=["", "down_proj"]']
+    (line,) = problems(argv)
+    assert f"quantize.{name}" in line and "an empty entry is a part of every name" in line
+
+
 GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from torchtitan_lite.checkpoint.agreement import agree
-from torchtitan_lite.checkpoint.state import State, part_of
+from torchtitan_lite.checkpoint.state import BEGINS_ANEW, State, part_of
 from torchtitan_lite.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,18 @@ def what_to_load(
 
     Raises ConfigError, on all ranks, that lists the tensors which the checkpoint lacks, which have
     another shape there, and weights there that no rank wants. Other tensors that nobody wants are
-    a warning. A collective.
+    a warning, and so are those that begin anew where they are not there. A collective.
     """
     wanted = {key: tensor for key, tensor in state.items() if part_of(key) not in exclude}
     stored: dict[str, Any] = {}
+    anew: list[str] = []
 
     def compare() -> tuple[set[str], set[str], bytes]:
         stored.update(FileSystemReader(folder).read_metadata().state_dict_metadata)
+        for key in [key for key in wanted if key.startswith(BEGINS_ANEW)]:
+            if key not in stored or stored[key].size != wanted[key].shape:
+                anew.append(key)
+                del wanted[key]
         shapes = {
             f"{key} {list(stored[key].size)} there, {list(tensor.shape)} here"
             for key, tensor in wanted.items()
@@ -68,6 +73,8 @@ def what_to_load(
     }
     if any(differences.values()):
         raise ConfigError(_told(folder, differences))
+    if anew:
+        logger.warning("%s: not there as here, begins anew: %s", folder, shortened(anew))
     if unused:
         logger.warning("%s: not used by this run: %s", folder, shortened(unused))
     return wanted

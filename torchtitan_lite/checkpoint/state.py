@@ -32,6 +32,8 @@ from torch.optim import Optimizer
 State = dict[str, Tensor]
 
 OPTIMIZER, TRAINER, DATALOADER = "optimizer.", "trainer.", "dataloader."
+# What a run can do without: the first step then takes its scales from its own numbers.
+BEGINS_ANEW = "trainer.amax_history."
 # Names that checkpoint.exclude_from_loading knows, and how the keys of each part begin; "model" is
 # what is left.
 PART_PREFIXES = {"optimizer": OPTIMIZER, "train_state": TRAINER, "dataloader": DATALOADER}

@@ -79,7 +79,6 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
     ("model.flavor", {"model.name": ("auto",)}),
     ("*.selective_ac_option", {AC_MODE: ("none", "full", "memory_budget")}),
     ("*.memory_budget", {AC_MODE: ("none", "full", "selective")}),
-    ("*.memory_budget", {"compile.backend": ("eager",)}),
     ("compile.*", {"compile.enable": OFF}),
     ("metrics.save_tb_folder", {"metrics.enable_tensorboard": OFF}),
     ("profiling.save_traces_folder", {TRACES: OFF}),

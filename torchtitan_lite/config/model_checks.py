@@ -139,6 +139,13 @@ def float8(facts: Facts) -> Findings:
             reason = "experts follow the recipe of the linears, of which there is none"
             yield (fqns, f"{FLOAT8}.recipe_name"), reason, f"set {FLOAT8}.recipe_name to one"
         return
+    for key, entries in (
+        (f"{FLOAT8}.filter_fqns", float8.filter_fqns),
+        (f"{FLOAT8}.include_fqns", float8.include_fqns),
+        (fqns, names),
+    ):
+        if "" in entries:
+            yield (key,), "an empty entry is a part of every name", "remove it"
     powers, offload = f"{FLOAT8}.round_scales_to_power_of_2", "training.enable_cpu_offload"
     for last, what in (
         ("enable_fsdp_float8_all_gather", "weights"),
@@ -287,6 +294,9 @@ def memory_budget(facts: Facts) -> Findings:
     if not options.enable or "model" not in options.components:
         fix = f"set {keys[1]} to true with model among {keys[2]}, or use selective"
         yield keys, "what is kept is chosen by the compiler of the layers, which is off", fix
+    elif not options.backend.startswith(("inductor", "aot_")):
+        reason = f"{options.backend} runs what it captures as it is, and keeps what eager keeps"
+        yield (keys[0], "compile.backend"), reason, "set compile.backend to inductor"
     elif model is not None and model.num_experts:
         reason = "layers with experts are compiled in pieces, and what lies outside of a piece "
         yield keys, f"{reason}would be kept whatever the budget", "use full or selective"

@@ -308,7 +308,8 @@ def format_line(
         step   120/1000  loss 4.9123  grad 1.234  lr 9.80e-04  12,345 tok/s  data 1.2%  1.23 GiB
         eta 0:12:03
 
-    (on one line); MFU is there where it is known, `skipped` once a step was skipped. A field
+    (on one line); MFU is there where it is known, `skipped` once a step was skipped,
+    `recompiled` once a graph was made after the first step. A field
     that the record lacks is left out; None, which stands for a non-finite value, shows as nan.
     """
 
@@ -338,6 +339,8 @@ def format_line(
         parts.append(f"mfu {record['mfu']:.1%}")
     if eta_seconds is not None:
         parts.append(f"eta {format_duration(eta_seconds)}")
+    if record.get("recompilations"):
+        parts.append(paint(f"recompiled {record['recompilations']}", "31", color=color))
     if record.get("skipped_steps"):
         parts.append(paint(f"skipped {record['skipped_steps']}", "31", color=color))
     return "  ".join(parts)
