@@ -34,7 +34,7 @@ from tests.parallel.experts import (
 )
 from tests.world import run_ranks
 from torchtitan_lite.mesh import Degrees
-from torchtitan_lite.models import moe
+from torchtitan_lite.models import attention, moe
 from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.models.moe import Experts
 from torchtitan_lite.parallel import activation, data, tensor
@@ -292,21 +292,21 @@ def _precisions(degrees: Degrees) -> dict[str, set[torch.dtype]]:
     precision = {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"}
     plan(model, degrees, {f"training.{key}": name for key, name in precision.items()})
     found: dict[str, set[torch.dtype]] = {"experts": set(), "attention": set()}
-    multiply, attend = moe.grouped_linear, nn.functional.scaled_dot_product_attention
+    multiply, attend = moe.grouped_linear, attention.attend
 
-    def grouped_linear(x: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+    def product(x: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
         found["experts"] |= {x.dtype, weight.dtype}
         return multiply(x, weight, *args, **options)
 
-    def attention(q: Tensor, *args: Any, **options: Any) -> Tensor:
+    def attend_and_note(q: Tensor, *args: Any, **options: Any) -> Tensor:
         found["attention"].add(q.dtype)
         return attend(q, *args, **options)
 
     tokens = make_tokens()
-    with (
-        mock.patch.object(moe, "grouped_linear", grouped_linear),
-        mock.patch.object(nn.functional, "scaled_dot_product_attention", attention),
-    ):
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.product = product
+    with mock.patch.object(attention, "attend", attend_and_note):
         model(tokens, labels=tokens)[0].backward()
     found["gradients"] = {p.grad.dtype for p in model.parameters() if p.grad is not None}
     found["stored"] = {parameter.dtype for parameter in model.parameters()}
