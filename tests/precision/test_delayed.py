@@ -6,6 +6,7 @@ import math
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.parity.harness import (
 from tests.parity.test_compile import COMPILED, CountingTrainer
 from tests.precision.test_float8 import linear, products, tensors
 from tests.precision.test_meshes import MIXTURE, WIDE, options
+from torchtitan_lite.checkpoint import compare
 from torchtitan_lite.config import Config
 from torchtitan_lite.precision.delayed import DelayedScaling, add_history
 from torchtitan_lite.precision.float8 import E4M3, E5M2, RECIPES, Recipe, cast, multiply
@@ -353,20 +355,38 @@ def look_and_train(trainer: RecordingTrainer) -> tuple[dict[str, Tensor], dict[s
     return before, histories(trainer)
 
 
+class Warned(RecordingTrainer):
+    """Keeps what is told while a checkpoint is compared."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.lines: list[str] = []
+
+        def keep(form: str, *args: Any) -> None:
+            self.lines.append(form % args)
+
+        with mock.patch.object(compare.logger, "warning", keep):
+            super().__init__(*args, **kwargs)
+
+
+def look_and_tell(trainer: Warned) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    return *look_and_train(trainer), trainer.lines
+
+
 @pytest.mark.parametrize(
     "first",
     [{SCALING: "dynamic"}, {"quantize.linear.float8.amax_history_length": 5}],
     ids=["dynamic", "length"],
 )
 def test_histories_that_a_checkpoint_lacks_begin_anew(
-    first: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    first: dict[str, Any], tmp_path: Path
 ) -> None:
     run(Mesh(), settings(**SAVING, **first), WIDE, act=histories, folder=tmp_path)
     more = settings(**SAVING, **{"training.steps": 4})
-    ((before, after),) = run(Mesh(), more, WIDE, act=look_and_train, folder=tmp_path).returned
+    went_on = run(Mesh(), more, WIDE, trainer=Warned, act=look_and_tell, folder=tmp_path)
+    ((before, after, lines),) = went_on.returned
     assert not any(history.any() for history in before.values())
     assert all(history[:, 0].all() and not history[:, 1:].any() for history in after.values())
-    assert "begins anew: trainer.amax_history.layers.0" in caplog.text
+    assert any("begins anew: trainer.amax_history.layers.0" in line for line in lines)
 
 
 # --- what is refused -----------------------------------------------------------------------------
