@@ -52,20 +52,22 @@ class Float8Linear(nn.Linear):
     amax: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == 0:  # no token has come here, and nothing has no largest number
-            return super().forward(x)
         past = (self.amax_history, self.amax) if self.recipe.delayed else (None, None)
-        out = _Product.apply(x.flatten(0, -2), self.weight, self.recipe, *past)
-        out = out.unflatten(0, x.shape[:-1])
+        out = float8_linear(x, self.weight, recipe=self.recipe, past=past)
         return out if self.bias is None else out + self.bias
 
 
-def float8_linear(x: Tensor, weight: Tensor, *, recipe: Recipe) -> Tensor:
-    """As F.linear; scales are dynamic."""
-    if x.numel() == 0:
+def float8_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    recipe: Recipe,
+    past: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """As F.linear; scales are dynamic where there is no `past`, as delayed.largest takes it."""
+    if x.numel() == 0:  # no token has come here, and nothing has no largest number
         return F.linear(x, weight)
-    out = _Product.apply(x.flatten(0, -2), weight, recipe, None, None)
-    return out.unflatten(0, x.shape[:-1])
+    return _Product.apply(x.flatten(0, -2), weight, recipe, *past).unflatten(0, x.shape[:-1])
 
 
 def head_products(weight: Tensor, *, recipe: Recipe) -> Products:
