@@ -187,3 +187,36 @@ def test_automatic_collection_returns_when_training_fails():
     with pytest.raises(KeyError), device.GarbageCollection(freq=3):
         raise KeyError
     assert gc.isenabled()
+
+
+@on_cpu
+def test_a_thread_works_where_the_one_that_asks_does(monkeypatch):
+    device.device_of_this_thread()()  # nothing to do
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    enter = device.device_of_this_thread()
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)  # as in a new thread
+    enter()
+    assert chosen == [3]
+
+
+@pytest.mark.parametrize(
+    ("users", "ours"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_the_allocator_is_told_to_grow_its_blocks_unless_the_user_told_it_something(
+    users, ours, monkeypatch
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    device.set_device(torch.device("cpu"))
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == ours

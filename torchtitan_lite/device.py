@@ -24,6 +24,8 @@ import random
 import re
 import resource
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -57,8 +59,22 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def set_device(device: torch.device) -> None:
-    """Make `device` the current one of this process."""
+    """Make `device` the current one of this process, before anything is allocated there."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Sizes differ from step to step (the tokens of an expert), and those of building from those
+        # of training: blocks that grow leave no holes. Read at the first allocation.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.get_device_module(device).set_device(device)
+
+
+def device_of_this_thread() -> Callable[[], None]:
+    """What a new thread is to call first, to work on the same device as the one that asks.
+
+    CUDA begins each thread on device 0 and, for anything it does, opens a context there.
+    """
+    if device_type() == "cpu":
+        return lambda: None
+    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
 
 
 def synchronize() -> None:

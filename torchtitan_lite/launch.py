@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -71,6 +72,9 @@ def process_group(*, timeout_seconds: int = 300, cpu_offload: bool = False) -> I
     except ValueError as error:
         raise ConfigError(str(error)) from None
     backend = device.backend(kind, cpu_offload=cpu_offload)
+    # Each group of gloo has a socket for each rank; the usual limit is 1,024 files.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     timeout = timedelta(seconds=timeout_seconds)
     if world_size() > 1:
         dist.init_process_group(backend, timeout=timeout)
@@ -81,5 +85,10 @@ def process_group(*, timeout_seconds: int = 300, cpu_offload: bool = False) -> I
         yield
         # Without it a rank may be gone while another still talks to it.
         dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # NCCL's end waits for the other ranks, which know nothing of the error: its traceback
+        # would come after they gave up, if at all.
+        if backend == "gloo":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

@@ -350,6 +350,43 @@ def test_a_run_resumes_bit_by_bit(tmp_path: Path) -> None:
         assert torch.equal(parameter, unstopped.parameters[name])
 
 
+def goes_on(folder: Path, first: Mesh, second: Mesh, **options: Any) -> list[str]:
+    """Names of what a run that `second` goes on with after step 3 has in other bits at step 6.
+
+    Beside one process that was not stopped; the gradients are the same on all.
+    """
+
+    def ends_with(*where: Path, **more: Any) -> dict[str, Tensor]:
+        result = train(*where, **more, trainer=Drawn, act=train_and_look)
+        state = {name: value for of_rank in result.returned for name, value in of_rank.items()}
+        return {**state, **result.parameters}
+
+    expected = ends_with(options=BF16)
+    ends_with(folder, options=BF16, mesh=first, until=3)
+    found = ends_with(folder, options={**BF16, **options}, mesh=second)
+    assert found.keys() == expected.keys()
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(Mesh(dp_shard=2), Mesh(tp=2), id="dp2-then-tp2"),
+        pytest.param(Mesh(pp=2), Mesh(dp_shard=2, tp=2), id="pp2-then-dp2-tp2", marks=slow),
+    ],
+)
+def test_any_mesh_goes_on_with_the_bits_of_any_other(
+    tmp_path: Path, first: Mesh, second: Mesh
+) -> None:
+    assert goes_on(tmp_path, first, second) == []
+
+
+@pytest.mark.slow
+def test_moments_that_began_anew_would_be_seen(tmp_path: Path) -> None:
+    anew = {"checkpoint.exclude_from_loading": ["optimizer"]}
+    assert goes_on(tmp_path, Mesh(dp_shard=2), Mesh(tp=2), **anew)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["float32", "bfloat16"])
 def test_a_checkpoint_of_either_state_starts_the_other(tmp_path: Path, first: str) -> None:

@@ -23,6 +23,7 @@ RUN = [
     "--validation.enable=false",
     "--metrics.log_freq=1",
 ]
+IN_BFLOAT16 = "--training.mixed_precision_param=bfloat16"
 LAST = 20  # steps whose mean loss is compared
 
 
@@ -36,7 +37,7 @@ def losses(recipe: str, folder: Path, *more: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def of_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses("", tmp_path_factory.mktemp("bfloat16"))
+    return losses("", tmp_path_factory.mktemp("bfloat16"), IN_BFLOAT16)
 
 
 DELAYED = "--quantize.linear.float8.scaling=delayed"
@@ -49,7 +50,7 @@ DELAYED = "--quantize.linear.float8.scaling=delayed"
 def test_200_steps_end_within_2_percent_of_bfloat16(
     recipe: str, more: list[str], of_bfloat16: list[float], tmp_path: Path
 ) -> None:
-    ours = losses(recipe, tmp_path, "--activation_checkpoint.mode=full", *more)
+    ours = losses(recipe, tmp_path, IN_BFLOAT16, "--activation_checkpoint.mode=full", *more)
     assert len(ours) == len(of_bfloat16) == 200 and all(map(math.isfinite, ours))
     assert ours != of_bfloat16
     print(recipe, *more, ours[159::10], of_bfloat16[159::10])
