@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.hf import tiny_hf_model
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.families import FLAVORS, config_from_hf
-from torchtitan_lite.observe.flops import flops_per_token, mfu
+from torchtitan_lite.observe.flops import flops_per_token
 
 SIZES = {
     "vocab_size": 97,
@@ -79,9 +79,3 @@ def test_a_window_shorter_than_the_sequence_counts_its_keys_alone():
     whole, cut = flops_per_token(SHAPE, 40), flops_per_token(windowed, 40)
     assert whole - cut == 2 * 12 * 8 * 16 * (40 - 10)
     assert flops_per_token(windowed, 10) == flops_per_token(SHAPE, 10)
-
-
-def test_mfu_is_a_share_of_the_peak_and_none_without_one():
-    used = {"tokens_per_second_per_device": 1000.0, "flops_per_token": 2e9}
-    assert mfu(**used, peak_flops=8e12) == 0.25
-    assert mfu(**used, peak_flops=None) is None

@@ -11,7 +11,6 @@ import torch
 
 from tests.world import run_ranks
 from torchtitan_lite import device
-from torchtitan_lite.config import ConfigError
 from torchtitan_lite.observe.logging import warn_once
 from torchtitan_lite.observe.profiler import memory_snapshot, profiling
 
@@ -91,9 +90,7 @@ def test_switched_off_nothing_is_written_and_nothing_is_checked(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_a_cycle_that_does_not_fit_names_both_numbers(tmp_path):
-    with pytest.raises(ConfigError, match=r"profiling\.profile_freq = 3: .*at least 4"):
-        train(tmp_path, steps=1, freq=3, warmup=3, active=1)
+def test_a_cycle_may_be_all_warm_up_and_active(tmp_path):
     train(tmp_path, steps=4, freq=4, warmup=3, active=1)
     assert traced_steps(tmp_path, 4) == [4]
 

@@ -36,7 +36,6 @@ NormType = Annotated[float, Bound(lambda p: p in (1, 2, math.inf), "1, 2 or inf"
 EveryNth = Annotated[str, Bound(re.compile("op|[1-9][0-9]*").fullmatch, '"op" or at least 1')]
 
 CheckpointPart = Literal["model", "optimizer", "dataloader", "train_state"]
-CompileComponent = Literal["model", "loss"]
 Dataset = Literal["auto", "text", "jsonl", "hf", "tokens", "synthetic"]
 Schedule = Literal[
     "GPipe",

@@ -22,12 +22,7 @@ from torchtitan_lite.config.derived import ZERO_STAGE, ZERO_STAGE_ALIAS, divisor
 from torchtitan_lite.config.facts import (
     BY_HAND,
     DEGREES,
-    GLOBAL_BATCH,
-    IN_HF,
-    INITIAL_LOAD,
     LAYERS_PER_STAGE,
-    LOCAL_BATCH,
-    MICROBATCH,
     PIPELINE,
     SCHEDULE,
     SHARD,
@@ -39,6 +34,10 @@ from torchtitan_lite.config.facts import (
 from torchtitan_lite.config.keys import Config, ConfigError
 from torchtitan_lite.config.load import read_sources
 from torchtitan_lite.config.schema import Problem, get_value, one_of, told
+
+LOCAL_BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
+MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+INITIAL_LOAD, IN_HF = "checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"
 
 M = TypeVar("M", bound=ModelShape)
 
@@ -104,7 +103,7 @@ def _world(facts: Facts) -> Findings:
 
 
 def _aliases(facts: Facts) -> Findings:
-    for alias, key, means in derived.ALIASES:
+    for key, (alias, means) in derived.ALIASES.items():
         meant = means.get(get_value(facts.config, alias))
         said = get_value(facts.config, key)
         if meant is not None and key in facts.config.sources and said != meant:
@@ -116,14 +115,16 @@ def _split_backward_and_zero_stage(facts: Facts) -> Findings:
     config, parallelism = facts.config, facts.config.parallelism
     schedule = parallelism.pipeline_parallel_schedule
     split = schedule in derived.SPLIT_BACKWARD_SCHEDULES
-    if split and parallelism.pipeline_parallel_degree > 1 and derived.zero_stage(config) == 3:
+    if not split or parallelism.pipeline_parallel_degree == 1:
+        return
+    if derived.zero_stage(config) == 3:
         reason = f"under {schedule}, which splits the backward, resharded parameters give wrong "
         reason += "gradients: it looks them up before they are gathered again"
         fix = f"set {ZERO_STAGE} to 2, or choose another schedule"
         yield (ZERO_STAGE, ZERO_STAGE_ALIAS, SCHEDULE, PIPELINE), reason, fix
     activation = config.activation_checkpoint
     per_op = activation.mode == "selective" and activation.selective_ac_option == "op"
-    if split and parallelism.pipeline_parallel_degree > 1 and per_op:
+    if per_op:
         reason = f"{schedule} splits the backward, and what an operator kept serves one backward"
         fix = "set it to a number, or choose another schedule"
         yield ("activation_checkpoint.selective_ac_option", SCHEDULE, PIPELINE), reason, fix

@@ -29,13 +29,11 @@ ZERO_STAGE = "parallelism.zero_stage"
 ZERO_STAGE_ALIAS = "parallelism.fsdp_reshard_after_forward"
 ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
 CONTEXT_METHOD = "parallelism.context_parallel_method"
-RESHARD_ZERO_STAGE = {"always": 3, "never": 2}
-ROTATE_METHODS = {"allgather": "allgather", "alltoall": "ring"}
-ALIASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    (ZERO_STAGE_ALIAS, ZERO_STAGE, RESHARD_ZERO_STAGE),
-    (ROTATE_METHOD, CONTEXT_METHOD, ROTATE_METHODS),
-)
-"""Keys that are other names: of which key, and which value means which there."""
+ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
+    ZERO_STAGE: (ZERO_STAGE_ALIAS, {"always": 3, "never": 2}),
+    CONTEXT_METHOD: (ROTATE_METHOD, {"allgather": "allgather", "alltoall": "ring"}),
+}
+"""Keys that have another name, the name, and which of its values means which."""
 
 
 def resolve(config: Config, world_size: int) -> None:
@@ -46,9 +44,9 @@ def resolve(config: Config, world_size: int) -> None:
     """
     parallelism = config.parallelism
     parallelism.zero_stage = zero_stage(config)
-    for alias, key, means in ALIASES:
+    for key, (alias, means) in ALIASES.items():
         if get_value(config, alias) in means:
-            set_value(config, key, means[get_value(config, alias)])
+            set_value(config, key, in_force(config, key))
             set_value(config, alias, "default")
             config.user_set[key] = config.user_set.pop(alias, alias)
     shard = shard_degree(parallelism, world_size)
@@ -59,21 +57,18 @@ def resolve(config: Config, world_size: int) -> None:
     training.local_batch_size = local_batch_size(config, ranks)
 
 
+def in_force(config: Config, key: str) -> Any:
+    """What the user said of a key of ALIASES, under whichever of its names."""
+    alias, means = ALIASES[key]
+    return means.get(get_value(config, alias), get_value(config, key))
+
+
 def zero_stage(config: Config) -> int:
-    """The zero_stage in force: under its other name, and where the user leaves it open."""
-    parallelism = config.parallelism
-    if parallelism.fsdp_reshard_after_forward != "default":
-        return RESHARD_ZERO_STAGE[parallelism.fsdp_reshard_after_forward]
-    open_to_us = ZERO_STAGE not in config.user_set and ZERO_STAGE not in config.sources
-    if open_to_us and parallelism.pipeline_parallel_degree > 1:
-        return min(parallelism.zero_stage, 2)
-    return parallelism.zero_stage
-
-
-def context_parallel_method(config: Config) -> str:
-    """The exchange in force, under whichever of its names."""
-    rotate_method, method = (get_value(config, key) for key in (ROTATE_METHOD, CONTEXT_METHOD))
-    return ROTATE_METHODS.get(rotate_method, method)
+    """The zero_stage in force, also where the user leaves it open."""
+    parallelism, stage = config.parallelism, in_force(config, ZERO_STAGE)
+    said = ZERO_STAGE in config.user_set or ZERO_STAGE in config.sources
+    open_to_us = parallelism.fsdp_reshard_after_forward == "default" and not said
+    return min(stage, 2) if open_to_us and parallelism.pipeline_parallel_degree > 1 else stage
 
 
 def shard_degree(parallelism: Parallelism, world_size: int) -> int | None:

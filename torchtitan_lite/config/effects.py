@@ -8,7 +8,6 @@ Proven in tests/config/test_effects.py: each row warns, and is silent when its c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +23,7 @@ from torchtitan_lite.config.facts import (
     CONTEXT,
     LAYERS_PER_STAGE,
     PIPELINE,
+    REPLICATE,
     SCHEDULE,
     SHARD,
     TENSOR,
@@ -34,7 +34,6 @@ from torchtitan_lite.config.keys import Config
 from torchtitan_lite.config.schema import all_keys, get_value, told, toml_value
 
 OFF = (False,)
-REPLICATE = "parallelism.data_parallel_replicate_degree"
 AC_MODE = "activation_checkpoint.mode"
 NO_TEXT = ("tokens", "synthetic")
 TRACES, SNAPSHOTS = "profiling.enable_profiling", "profiling.enable_memory_snapshot"
@@ -99,18 +98,14 @@ SILENT: tuple[tuple[str, dict[str, tuple[Any, ...]]], ...] = (
 def config_warnings(config: Config, model: ModelShape | None = None) -> list[str]:
     """One line for each thing that will not act as set; `config` is resolved, `model` its own."""
     found = [*_silent(config), *_parallelism(config, model), *_schedule(config)]
-    if _stored_as_parameters(config):
+    optimizer, moments = config.optimizer, "optimizer.state_dtype"
+    in_fp32 = optimizer.name == "AdamW" and optimizer.state_dtype == "float32"
+    if in_fp32 and config.training.dtype == "bfloat16" and moments in config.user_set:
         reason = 'training.dtype is "bfloat16", and moments are stored as parameters are'
-        found.append(("optimizer.state_dtype", "has no effect", reason))
+        found.append((moments, "has no effect", reason))
     if model is not None:
         found += [*_lengths(config, model), *_experts(config, model)]
     return [told(config, (name,), reason, fix).line for name, reason, fix in found]
-
-
-def _stored_as_parameters(config: Config) -> bool:
-    optimizer, in_bf16 = config.optimizer, config.training.dtype == "bfloat16"
-    asked = "optimizer.state_dtype" in config.user_set and optimizer.name == "AdamW"
-    return in_bf16 and asked and optimizer.state_dtype == "float32"
 
 
 def _silent(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -150,11 +145,12 @@ def _schedule(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "lr_scheduler.warmup_steps", f"the schedule has {total} steps", f"cut to {total}"
     if schedule.decay_type == "constant":
         return
-    if schedule.decay_ratio is not None and round(total * schedule.decay_ratio) > total - warmup:
+    rest = total - warmup
+    decay = rest if schedule.decay_ratio is None else round(total * schedule.decay_ratio)
+    if decay > rest:
         reason = f"{warmup} of {total} steps are warm-up"
-        yield "lr_scheduler.decay_ratio", reason, f"the decay is cut to the other {total - warmup}"
-    decays = schedule.decay_ratio is None or round(total * schedule.decay_ratio) > 0
-    if total < config.training.steps and decays and warmup < total:
+        yield "lr_scheduler.decay_ratio", reason, f"the decay is cut to the other {rest}"
+    if total < config.training.steps and min(decay, rest) > 0:
         fix = f"the steps after {total} train at {schedule.min_lr_factor} x optimizer.lr"
         yield "lr_scheduler.total_steps", f"training.steps is {config.training.steps}", fix
 
@@ -168,11 +164,11 @@ def _experts(config: Config, model: ModelShape) -> Iterator[tuple[str, str, str]
 
 
 def _lengths(config: Config, model: ModelShape) -> Iterator[tuple[str, str, str]]:
-    rotates = model.layer_type == "attention"
-    longest = model.max_position_embeddings if rotates else math.inf
+    if model.layer_type != "attention":
+        return
+    longest, then = model.max_position_embeddings, "positions beyond it are extrapolated"
+    if model.rope_follows_length:
+        then = "the base of its rotation follows the length"
     for name, length in row_lengths(config).items():
         if length > longest:
-            reason = f"longer than the model's max_position_embeddings {longest}"
-            follows = "the base of its rotation follows the length"
-            extrapolates = "positions beyond it are extrapolated"
-            yield name, reason, follows if model.rope_follows_length else extrapolates
+            yield name, f"longer than the model's max_position_embeddings {longest}", then

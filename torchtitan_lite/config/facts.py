@@ -19,15 +19,9 @@ CONTEXT = "parallelism.context_parallel_degree"
 DEGREES = {
     "pp": PIPELINE, "dp_replicate": REPLICATE, "dp_shard": SHARD, "cp": CONTEXT, "tp": TENSOR
 }  # fmt: skip
-LOCAL_BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
-MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 BY_HAND = "parallelism.module_fqns_per_model_part"
-EXPERT = "parallelism.expert_parallel_degree"
-BACKEND, MAX_VARLEN_WIDTH = "model.attention_backend", 256
-FLOAT8, EXPERTS_FLOAT8 = "quantize.linear.float8", "quantize.grouped_mm.float8"
-INITIAL_LOAD, IN_HF = "checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"
 
 
 class ModelShape(Protocol):

@@ -19,7 +19,6 @@ from typing import Any, Literal
 from torchtitan_lite.config.bounds import (
     BelowOne,
     CheckpointPart,
-    CompileComponent,
     Count,
     CountOrAuto,
     CountOrZero,
@@ -304,7 +303,7 @@ class Compile:
 
     enable: bool = False
     """Compile what components names."""
-    components: list[CompileComponent] = field(default_factory=lambda: ["model", "loss"])
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     """What is compiled: the layers of the model, the loss from hidden states."""
     backend: Text = "inductor"
     """Compiler of torch.compile; aot_eager captures graphs and runs their operators one by one."""

@@ -47,21 +47,19 @@ else:
 
 CONFIG_FILE = "job.config_file"
 # The mesh and what is written when: a resumed run computes the same with other values.
-HARMLESS = tuple(
-    [
-        "job.",
-        "parallelism.",
-        "checkpoint.",
-        "activation_checkpoint.",
-        "metrics.",
-        "profiling.",
-        "comm.",
-        "validation.",
-        "training.steps",
-        "training.local_batch_size",
-        "training.dataloader.",
-        "training.token_cache",
-    ]
+HARMLESS = (
+    "job.",
+    "parallelism.",
+    "checkpoint.",
+    "activation_checkpoint.",
+    "metrics.",
+    "profiling.",
+    "comm.",
+    "validation.",
+    "training.steps",
+    "training.local_batch_size",
+    "training.dataloader.",
+    "training.token_cache",
 )
 NOT_AN_OPTION = "not an option; options are --section.key VALUE, and lists are a,b,c"
 WRONG_TYPE: dict[Any, tuple[str, str]] = {

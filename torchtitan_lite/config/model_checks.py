@@ -11,23 +11,21 @@ import math
 from torchtitan_lite.config import derived
 from torchtitan_lite.config.derived import divisors
 from torchtitan_lite.config.facts import (
-    BACKEND,
     CONTEXT,
-    EXPERT,
-    EXPERTS_FLOAT8,
-    FLOAT8,
-    MAX_VARLEN_WIDTH,
     PIPELINE,
     REPLICATE,
     SHARD,
     TENSOR,
     Facts,
     Findings,
-    ModelShape,
     multiple,
     row_lengths,
 )
-from torchtitan_lite.config.schema import one_of
+from torchtitan_lite.config.schema import get_value, one_of
+
+EXPERT = "parallelism.expert_parallel_degree"
+BACKEND, MAX_VARLEN_WIDTH = "model.attention_backend", 256
+FLOAT8, EXPERTS_FLOAT8 = "quantize.linear.float8", "quantize.grouped_mm.float8"
 
 
 def tensor_parallel(facts: Facts) -> Findings:
@@ -38,21 +36,17 @@ def tensor_parallel(facts: Facts) -> Findings:
         fix = f"set it to 1, and {PIPELINE} or {SHARD} higher"
         yield (TENSOR,), f"a state-space layer cannot be cut over {degree} ranks", fix
         return
-    sizes = {name: getattr(model, name) for name in _cut_by_tensor(model)}
-    uneven = [f"{name} {size}" for name, size in sizes.items() if size % degree]
-    if uneven:
-        fix = f"degrees that divide all are {one_of(divisors(math.gcd(*sizes.values())))}"
-        yield (TENSOR,), f"{degree} does not divide the model's {', '.join(uneven)}", fix
-
-
-def _cut_by_tensor(model: ModelShape) -> list[str]:
-    """The sizes that tensor parallelism divides: not those of what lies whole on every rank."""
+    # Not those of what lies whole on every rank.
     names = ["num_attention_heads", "num_key_value_heads", "intermediate_size", "padded_vocab_size"]
     if model.kv_lora_rank is not None:  # keys and values are made for each query head
         names.remove("num_key_value_heads")
     if model.has_experts(0):  # no layer has the one MLP
         names.remove("intermediate_size")
-    return names
+    sizes = {name: getattr(model, name) for name in names}
+    uneven = [f"{name} {size}" for name, size in sizes.items() if size % degree]
+    if uneven:
+        fix = f"degrees that divide all are {one_of(divisors(math.gcd(*sizes.values())))}"
+        yield (TENSOR,), f"{degree} does not divide the model's {', '.join(uneven)}", fix
 
 
 def expert_parallel(facts: Facts) -> Findings:
@@ -88,13 +82,13 @@ def expert_kernel(facts: Facts) -> Findings:
         fix = "".join(f", or {keys[1]} to {name}" for name in known)
         yield keys, f"there is no such kernel on {kind} in {dtype}", other + fix
         return
-    multiple = {"bfloat16": 8, "float32": 4}[dtype]  # 16 bytes
+    unit = {"bfloat16": 8, "float32": 4}[dtype]  # 16 bytes
     for name in ("hidden_size", "moe_intermediate_size"):
         width = getattr(model, name)
-        if width % multiple:
-            below = width // multiple * multiple
-            nearest = [size for size in (below, below + multiple) if size]
-            reason = f"in {dtype} it takes multiples of {multiple}, and {name} is {width}"
+        if width % unit:
+            below = width // unit * unit
+            nearest = [size for size in (below, below + unit) if size]
+            reason = f"in {dtype} it takes multiples of {unit}, and {name} is {width}"
             yield keys, reason, f"{other}, or {name} to {one_of(nearest)}"
 
 
@@ -115,14 +109,13 @@ def attention_backend(facts: Facts) -> Findings:
         keys = (BACKEND, "training.mixed_precision_param")
         yield keys, f"it has no kernel in {dtype}", f"{fix}, or set {keys[1]} to {one_of(known)}"
     width = max(model.head_dim + model.qk_nope_head_dim, model.v_head_dim)
-    method = derived.context_parallel_method(config)
+    too_wide = backend == "varlen" and width > MAX_VARLEN_WIDTH
+    method = derived.in_force(config, derived.CONTEXT_METHOD)
     exchanged = config.parallelism.context_parallel_degree > 1 and method != "ulysses"
     unable = {
         "the model has no attention": model.layer_type == "state_space",
         "no kernel drops attention weights (attention_dropout)": model.attention_dropout > 0,
-        f"its heads have at most {MAX_VARLEN_WIDTH} channels, and the model's {width}": (
-            backend == "varlen" and width > MAX_VARLEN_WIDTH
-        ),
+        f"its heads have at most {MAX_VARLEN_WIDTH} channels, and the model's {width}": too_wide,
         f"context parallelism by {method} has kernels of its own": exchanged,
     }
     other = f", or {derived.CONTEXT_METHOD} ulysses" if exchanged else ""
@@ -139,18 +132,12 @@ def float8(facts: Facts) -> Findings:
             reason = "experts follow the recipe of the linears, of which there is none"
             yield (fqns, f"{FLOAT8}.recipe_name"), reason, f"set {FLOAT8}.recipe_name to one"
         return
-    for key, entries in (
-        (f"{FLOAT8}.filter_fqns", float8.filter_fqns),
-        (f"{FLOAT8}.include_fqns", float8.include_fqns),
-        (fqns, names),
-    ):
-        if "" in entries:
+    for key in (f"{FLOAT8}.filter_fqns", f"{FLOAT8}.include_fqns", fqns):
+        if "" in get_value(config, key):
             yield (key,), "an empty entry is a part of every name", "remove it"
     powers, offload = f"{FLOAT8}.round_scales_to_power_of_2", "training.enable_cpu_offload"
-    for last, what in (
-        ("enable_fsdp_float8_all_gather", "weights"),
-        ("enable_tp_float8_all_gather", "rows"),
-    ):
+    gathers = {"enable_fsdp_float8_all_gather": "weights", "enable_tp_float8_all_gather": "rows"}
+    for last, what in gathers.items():
         gather, on = f"{FLOAT8}.{last}", getattr(float8, last)
         if on and not float8.round_scales_to_power_of_2:
             reason = f"{what} are cast again where they arrive, which changes digits unless scales "
@@ -217,18 +204,14 @@ def context_parallel(facts: Facts) -> Findings:
     }
     for what, has in alone.items():
         if has:
-            yield (
-                (CONTEXT,),
-                f"the model has {what}, which needs whole rows on a rank",
-                "set it to 1",
-            )
-    method = derived.context_parallel_method(facts.config)
+            reason = f"the model has {what}, which needs whole rows on a rank"
+            yield (CONTEXT,), reason, "set it to 1"
+    method = derived.in_force(facts.config, derived.CONTEXT_METHOD)
     name = "num_attention_heads" if model.kv_lora_rank else "num_key_value_heads"
-    kv_heads = getattr(model, name) // tensor
+    heads = getattr(model, name)
+    kv_heads = heads // tensor
     if method == "ulysses" and kv_heads % degree:
-        reason = (
-            f"ulysses shares {kv_heads} KV heads ({name} {getattr(model, name)} / tp {tensor}) "
-        )
+        reason = f"ulysses shares {kv_heads} KV heads ({name} {heads} / tp {tensor}) "
         reason += f"among {degree} ranks"
         fix = f"set {CONTEXT} to {one_of(divisors(kv_heads))}, or the method to allgather or ring"
         yield (derived.CONTEXT_METHOD, derived.ROTATE_METHOD, CONTEXT, TENSOR), reason, fix
@@ -263,7 +246,7 @@ def compile_pieces(facts: Facts) -> Findings:
         return
     documents, instead = config.training.document_mask, "compile.components to loss"
     if parallelism.context_parallel_degree > 1:
-        method = derived.context_parallel_method(config)
+        method = derived.in_force(config, derived.CONTEXT_METHOD)
         keys = [derived.CONTEXT_METHOD, derived.ROTATE_METHOD, CONTEXT, enable]
         if method == "ring":
             reason = "messages from rank to rank are part of no graph"
@@ -274,7 +257,7 @@ def compile_pieces(facts: Facts) -> Findings:
             yield keys, reason, f"set {keys[0]} to ulysses, or {instead}"
     if config.model.attention_backend == "varlen" and documents:
         reason = "the number of documents is a shape, and those of a graph are fixed"
-        keys = ["model.attention_backend", "training.document_mask", enable]
+        keys = [BACKEND, "training.document_mask", enable]
         yield keys, reason, f"use flex or sdpa, or set {instead}"
     activation = config.activation_checkpoint
     per_op = activation.mode == "selective" and activation.selective_ac_option == "op"

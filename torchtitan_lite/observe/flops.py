@@ -1,4 +1,4 @@
-"""How many FLOPs a token costs, and which share of the device's peak a run reaches (MFU).
+"""How many FLOPs a token costs: what MFU, the share of a device's peak, is reckoned from.
 
 A matrix product with P parameters costs a token 2P FLOPs forward (a multiplication and an
 addition each) and twice that backward (one product for the input's gradient, one for the
@@ -37,12 +37,3 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
         return float(6 * matrices)
     keys = sum(min(seq_len, window_of_layer(model, index) or seq_len) for index in layers)
     return float(6 * matrices + 12 * model.num_attention_heads * model.head_dim * keys)
-
-
-def mfu(
-    *, tokens_per_second_per_device: float, flops_per_token: float, peak_flops: float | None
-) -> float | None:
-    """Model FLOPs utilisation: the share (0 to 1) of a device's peak; None without a known peak."""
-    if peak_flops is None:
-        return None
-    return tokens_per_second_per_device * flops_per_token / peak_flops

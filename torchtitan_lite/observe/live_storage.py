@@ -58,12 +58,11 @@ class LiveStorage(TorchDispatchMode):
         known = id(storage) in self._sizes or id(storage) in self._left_out
         if known or local.device.type == "meta":
             return
-        self._sizes[id(storage)] = 0
         self._set_size(id(storage), storage.nbytes())
         weakref.finalize(storage, self._release, id(storage))
 
     def _set_size(self, key: int, size: int) -> None:
-        self.live += size - self._sizes[key]
+        self.live += size - self._sizes.get(key, 0)
         self._sizes[key] = size
         self.peak = max(self.peak, self.live)
 

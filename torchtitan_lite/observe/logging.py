@@ -21,12 +21,12 @@ import sys
 
 logger = logging.getLogger("torchtitan_lite")
 
-_COLORS = {logging.DEBUG: "2", logging.INFO: "32", logging.WARNING: "33", logging.ERROR: "31"}
+_COLORS = {logging.INFO: "32", logging.WARNING: "33"}  # the others are errors: red
 
 
 def paint(text: str, code: str, *, color: bool) -> str:
-    """`text` wrapped in the terminal colour `code` (an SGR number), or unchanged without color."""
-    return f"\x1b[{code}m{text}\x1b[0m" if color else text
+    """`text` wrapped in the terminal colour `code` (an SGR number), or unchanged without either."""
+    return f"\x1b[{code}m{text}\x1b[0m" if color and code else text
 
 
 def use_color(wanted: bool = True) -> bool:

@@ -18,12 +18,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config import ConfigError
-from torchtitan_lite.observe.flops import mfu
 from torchtitan_lite.observe.logging import logger, paint
 
 Record = dict[str, Any]
@@ -31,6 +31,7 @@ Record = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 
 
+@dataclass(kw_only=True)
 class StepTimer:
     """Seconds, tokens and waiting for data, between one log and the next.
 
@@ -50,18 +51,12 @@ class StepTimer:
     device works on after its launches return: `read` is exact once its results were read.
     """
 
-    def __init__(
-        self,
-        *,
-        num_devices: int,
-        flops_per_token: float,
-        peak_flops: float | None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._num_devices = num_devices
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._clock = clock
+    num_devices: int
+    flops_per_token: float
+    peak_flops: float | None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         # For the time left: the first step also compiles and fills caches, so it is left out.
         self._first_step_seconds = 0.0
         self._first_step_end = 0.0
@@ -69,29 +64,26 @@ class StepTimer:
         self._open_window()
 
     def _open_window(self) -> None:
-        self._start = self._clock()
+        self._start = self.clock()
         self._tokens = 0
         self._steps = 0
-        self._data_seconds = 0.0
-        self._other_seconds = 0.0
+        self._spent = {"data": 0.0, "other": 0.0}
 
-    @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
+    def waiting_for_data(self) -> AbstractContextManager[None]:
         """Count the time inside as waiting for data; it stays part of the step."""
-        begin = self._clock()
-        try:
-            yield
-        finally:
-            self._data_seconds += self._clock() - begin
+        return self._spending("data")
+
+    def not_training(self) -> AbstractContextManager[None]:
+        """Leave the time inside (validation, a checkpoint) out of the speed, not out of the ETA."""
+        return self._spending("other")
 
     @contextmanager
-    def not_training(self) -> Iterator[None]:
-        """Leave the time inside (validation, a checkpoint) out of the speed, not out of the ETA."""
-        begin = self._clock()
+    def _spending(self, what: str) -> Iterator[None]:
+        begin = self.clock()
         try:
             yield
         finally:
-            self._other_seconds += self._clock() - begin
+            self._spent[what] += self.clock() - begin
 
     def step(self, num_tokens: int) -> None:
         """End a step that trained `num_tokens` tokens over all ranks."""
@@ -99,29 +91,27 @@ class StepTimer:
         self._steps += 1
         self._total_steps += 1
         if self._total_steps == 1:
-            self._first_step_end = self._clock()
+            self._first_step_end = self.clock()
             self._first_step_seconds = self._first_step_end - self._start
 
     def read(self) -> Record:
         """The timing part of a record, of the steps since the last call; opens the next window.
 
-        step_seconds and data_seconds are means a step; tflops is a device's, in 1e12 FLOP/s.
+        step_seconds and data_seconds are means a step; tflops is a device's, in 1e12 FLOP/s; mfu
+        is its share (0 to 1) of the peak, None where that is not known.
         """
         assert self._steps > 0, "read() needs a step() since the last read()"
-        seconds = self._clock() - self._start - self._other_seconds
+        seconds = self.clock() - self._start - self._spent["other"]
         assert seconds > 0, seconds
         tokens_per_second = self._tokens / seconds
-        per_device = tokens_per_second / self._num_devices
+        per_device = tokens_per_second / self.num_devices
+        flops = per_device * self.flops_per_token
         timing = {
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": per_device,
-            "mfu": mfu(
-                tokens_per_second_per_device=per_device,
-                flops_per_token=self._flops_per_token,
-                peak_flops=self._peak_flops,
-            ),
-            "tflops": per_device * self._flops_per_token / 1e12,
-            "data_seconds": self._data_seconds / self._steps,
+            "mfu": None if self.peak_flops is None else flops / self.peak_flops,
+            "tflops": flops / 1e12,
+            "data_seconds": self._spent["data"] / self._steps,
             "step_seconds": seconds / self._steps,
         }
         self._open_window()
@@ -132,7 +122,7 @@ class StepTimer:
         assert self._total_steps > 0, "eta_seconds() needs a step()"
         if self._total_steps == 1:
             return self._first_step_seconds * steps_left
-        since_first = self._clock() - self._first_step_end
+        since_first = self.clock() - self._first_step_end
         return since_first / (self._total_steps - 1) * steps_left
 
 
@@ -215,10 +205,7 @@ def _open_tensorboard(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError(
-            f"metrics.enable_tensorboard = true: tensorboard cannot be imported ({error}); "
-            "install it (pip install tensorboard) or switch the option off"
-        ) from error
+        raise _not_installed("tensorboard", error) from error
     return SummaryWriter(str(folder))
 
 
@@ -226,10 +213,7 @@ def _open_wandb(folder: Path, run_config: dict[str, Any]) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError(
-            f"metrics.enable_wandb = true: wandb cannot be imported ({error}); "
-            "install it (pip install wandb) or switch the option off"
-        ) from error
+        raise _not_installed("wandb", error) from error
     try:
         # Project, mode and run id are W&B's own settings: wandb reads WANDB_PROJECT, WANDB_MODE and
         # WANDB_RUN_ID (with which a resumed run goes on in the same W&B run).
@@ -245,16 +229,21 @@ def _open_wandb(folder: Path, run_config: dict[str, Any]) -> Any:
     return run
 
 
+def _not_installed(tracker: str, error: ImportError) -> ConfigError:
+    return ConfigError(
+        f"metrics.enable_{tracker} = true: {tracker} cannot be imported ({error}); "
+        f"install it (pip install {tracker}) or switch the option off"
+    )
+
+
 def _repair_last_line(path: Path) -> None:
     """Make the file end in a whole line, so that the next record begins one of its own.
 
     A crash in the middle of a write leaves a line without its end. A record that only lacks the
     line break gets it; a fragment is no record of anything and is cut off, with a warning.
     """
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole, _, last = content.rpartition(b"\n")
+    content = path.read_bytes() if path.exists() else b""
+    last = content.rpartition(b"\n")[2]
     if not last:
         return
     if _parse(last) is not None:
@@ -300,6 +289,24 @@ def read_metrics(path: str | Path) -> list[Record]:
 # --- showing ------------------------------------------------------------------------------------
 
 
+# What a line shows after the step, in this order: a field, its form, its colour (an SGR number).
+_PARTS = {
+    "validation_loss": ("validation loss {:.4f}", "35"),
+    "loss": ("loss {:.4f}", "36"),
+    "z_loss": ("z {:.4g}", ""),
+    "grad_norm": ("grad {:.4g}", ""),
+    "lr": ("lr {:.2e}", ""),
+    "tokens_per_second": ("{:,.0f} tok/s", ""),
+    "data_share": ("data {:.1%}", ""),
+    "memory_gib": ("{:.2f} GiB", ""),
+    "mfu": ("mfu {:.1%}", ""),
+    "eta": ("eta {}", ""),
+    "recompilations": ("recompiled {}", "31"),
+    "skipped_steps": ("skipped {}", "31"),
+}
+_NOTHING_TO_SAY = (("mfu", None), ("recompilations", 0), ("skipped_steps", 0))
+
+
 def format_line(
     record: Record, *, total_steps: int, eta_seconds: float | None = None, color: bool = False
 ) -> str:
@@ -312,37 +319,20 @@ def format_line(
     `recompiled` once a graph was made after the first step. A field
     that the record lacks is left out; None, which stands for a non-finite value, shows as nan.
     """
-
-    def number(name: str, form: str) -> str:
-        value = record[name]
-        return "nan" if value is None else format(value, form)
-
+    shown = {
+        name: math.nan if value is None else value
+        for name, value in record.items()
+        if (name, value) not in _NOTHING_TO_SAY
+    }
+    if record.get("step_seconds"):
+        shown["data_share"] = record["data_seconds"] / record["step_seconds"]
+    if eta_seconds is not None and "validation_loss" not in record:
+        shown["eta"] = format_duration(eta_seconds)
     step = f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"
     parts = [paint(step, "1", color=color)]
-    if "validation_loss" in record:
-        loss = number("validation_loss", ".4f")
-        return "  ".join([*parts, paint(f"validation loss {loss}", "35", color=color)])
-    if "loss" in record:
-        parts.append(paint(f"loss {number('loss', '.4f')}", "36", color=color))
-    for name, label, form in (("z_loss", "z", ".4g"), ("grad_norm", "grad", ".4g")):
-        if name in record:
-            parts.append(f"{label} {number(name, form)}")
-    if "lr" in record:
-        parts.append(f"lr {number('lr', '.2e')}")
-    if "tokens_per_second" in record:
-        parts.append(f"{number('tokens_per_second', ',.0f')} tok/s")
-    if record.get("step_seconds"):
-        parts.append(f"data {record['data_seconds'] / record['step_seconds']:.1%}")
-    if "memory_gib" in record:
-        parts.append(f"{number('memory_gib', '.2f')} GiB")
-    if record.get("mfu") is not None:
-        parts.append(f"mfu {record['mfu']:.1%}")
-    if eta_seconds is not None:
-        parts.append(f"eta {format_duration(eta_seconds)}")
-    if record.get("recompilations"):
-        parts.append(paint(f"recompiled {record['recompilations']}", "31", color=color))
-    if record.get("skipped_steps"):
-        parts.append(paint(f"skipped {record['skipped_steps']}", "31", color=color))
+    for name, (form, code) in _PARTS.items():
+        if name in shown:
+            parts.append(paint(form.format(shown[name]), code, color=color))
     return "  ".join(parts)
 
 

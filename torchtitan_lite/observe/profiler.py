@@ -17,10 +17,10 @@ Proven in tests/observe/test_profiler.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerAction
@@ -33,16 +33,11 @@ from torchtitan_lite.observe.logging import logger, warn_once
 _MEMORY_HISTORY_ENTRIES = 100_000
 
 
-class Stepper(Protocol):
-    """What a training loop needs of a profiler."""
-
-    def step(self) -> None:
-        """Say that a training step has ended."""
-
-
 class _Off:
+    """A profiler that is switched off."""
+
     def step(self) -> None:
-        pass
+        """A step of which nothing is kept."""
 
 
 @contextmanager
@@ -56,16 +51,16 @@ def profiling(
     warmup: int = 3,
     rank: int = 0,
     start_step: int = 0,
-) -> Iterator[Stepper]:
+) -> Iterator[torch.profiler.profile | _Off]:
     """Profile the steps inside; `start_step` of them are already done.
 
     Each cycle writes `<dump_folder>/<traces_folder>/iteration_<step>/rank<rank>_trace.json` for
-    chrome://tracing or https://ui.perfetto.dev. Raises ConfigError if a cycle does not fit.
+    chrome://tracing or https://ui.perfetto.dev. That `warmup` and `active` fit into `freq` is
+    checked with the keys (config/checks.py). Raises ConfigError if there can be no such folder.
     """
     if not enabled:
         yield _Off()
         return
-    schedule = _schedule(freq=freq, active=active, warmup=warmup, start_step=start_step)
     folder = Path(dump_folder) / traces_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,6 +68,17 @@ def profiling(
         raise ConfigError(
             f"profiling.save_traces_folder = {traces_folder!r}: {error.strerror}; name another"
         ) from None
+
+    wait = freq - (warmup + active)
+    cycle = torch.profiler.schedule(wait=wait, warmup=warmup, active=active)
+    first_whole_warmup = start_step
+    if start_step % freq > wait:
+        first_whole_warmup = (start_step // freq + 1) * freq
+
+    def action(n: int) -> ProfilerAction:
+        """Of the n-th step after `start_step`, n from 0."""
+        step = start_step + n
+        return cycle(step) if step >= first_whole_warmup else ProfilerAction.NONE
 
     def write_trace(profiler: torch.profiler.profile) -> None:
         step = start_step + profiler.step_num
@@ -84,33 +90,11 @@ def profiling(
 
     with torch.profiler.profile(
         activities=torch.profiler.supported_activities(),
-        schedule=schedule,
+        schedule=action,
         on_trace_ready=write_trace,
         record_shapes=True,
     ) as profiler:
         yield profiler
-
-
-def _schedule(
-    *, freq: int, active: int, warmup: int, start_step: int
-) -> Callable[[int], ProfilerAction]:
-    """The action for the n-th step after `start_step`, n from 0."""
-    if freq < warmup + active:
-        raise ConfigError(
-            f"profiling.profile_freq = {freq}: a cycle of {warmup} warm-up and {active} active "
-            f"steps does not fit in; use at least {warmup + active}"
-        )
-    wait = freq - (warmup + active)
-    cycle = torch.profiler.schedule(wait=wait, warmup=warmup, active=active)
-    first_whole_warmup = start_step
-    if start_step % freq > wait:
-        first_whole_warmup = (start_step // freq + 1) * freq
-
-    def action(n: int) -> ProfilerAction:
-        step = start_step + n
-        return cycle(step) if step >= first_whole_warmup else ProfilerAction.NONE
-
-    return action
 
 
 @contextmanager
@@ -122,7 +106,7 @@ def memory_snapshot(
     freq: int = 10,
     rank: int = 0,
     start_step: int = 0,
-) -> Iterator[Stepper]:
+) -> Iterator[_Snapshots | _Off]:
     """Record the allocations of the steps inside; `start_step` steps are already done.
 
     Writes `<dump_folder>/<snapshot_folder>/iteration_<step>/rank<rank>_memory_snapshot.pickle`
@@ -137,9 +121,7 @@ def memory_snapshot(
     if not enabled or not device.supports_memory_history():
         yield _Off()
         return
-    snapshots = _Snapshots(
-        Path(dump_folder) / snapshot_folder, freq=freq, rank=rank, start_step=start_step
-    )
+    snapshots = _Snapshots(Path(dump_folder) / snapshot_folder, freq, rank, num_steps=start_step)
     device.record_memory_history(_MEMORY_HISTORY_ENTRIES)
     try:
         yield snapshots
@@ -150,13 +132,12 @@ def memory_snapshot(
         device.record_memory_history(None)
 
 
+@dataclass
 class _Snapshots:
-    def __init__(self, folder: Path, *, freq: int, rank: int, start_step: int) -> None:
-        assert freq > 0, freq
-        self.folder = folder
-        self.freq = freq
-        self.rank = rank
-        self.num_steps = start_step
+    folder: Path
+    freq: int
+    rank: int
+    num_steps: int
 
     def step(self) -> None:
         self.num_steps += 1

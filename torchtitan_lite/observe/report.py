@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -62,10 +63,13 @@ class RunReport:
         options = config.metrics
         self._total_steps = config.training.steps
         self._color = use_color(not options.disable_color_printing)
-        self._flops_per_token = flops_per_token
-        self._num_devices = num_devices
         dtype = getattr(torch, config.training.mixed_precision_param)
-        self._peak_flops = device.peak_flops(device.device_name(), dtype)
+        self._make_timer = functools.partial(
+            StepTimer,
+            num_devices=num_devices,
+            flops_per_token=flops_per_token,
+            peak_flops=device.peak_flops(device.device_name(), dtype),
+        )
         self._writer = MetricsWriter(
             config.job.dump_folder,
             enabled=rank == 0,
@@ -73,21 +77,16 @@ class RunReport:
             wandb=options.enable_wandb,
             run_config=to_dict(config),
         )
-        self._timer: StepTimer | None = None
 
     def start_timer(self) -> StepTimer:
         """A timer whose first window opens here: call it right before the first step."""
-        self._timer = StepTimer(
-            num_devices=self._num_devices,
-            flops_per_token=self._flops_per_token,
-            peak_flops=self._peak_flops,
-        )
+        self._timer = self._make_timer()
         return self._timer
 
     def write(self, record: Record) -> None:
         """Append `record` to the metrics and show it as one line."""
         self._writer.write(record)
-        eta = self._timer.eta_seconds(self._total_steps - record["step"]) if self._timer else None
+        eta = self._timer.eta_seconds(self._total_steps - record["step"])
         line = format_line(
             record, total_steps=self._total_steps, eta_seconds=eta, color=self._color
         )
