@@ -67,7 +67,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_CODE_LINES = 10000
 
-HEAVY = {"transformers", "datasets", "tensorboard", "torchdata", "wandb", "matplotlib"}
+HEAVY = {"transformers", "datasets", "tensorboard", "wandb", "matplotlib"}
 # What we import where it is not the distribution's own name: torch calls the one that is declared.
 IMPORT_NAMES = {"tensorboard": "torch.utils.tensorboard"}
 

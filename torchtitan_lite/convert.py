@@ -44,7 +44,7 @@ def to_step_folder(weights: Weights, folder: Path) -> None:
 
 def to_hugging_face(weights: Weights, folder: Path, *, dtype: str, hf_assets_path: Path) -> None:
     """Write `folder` for `AutoModelForCausalLM.from_pretrained`; a collective of the world."""
-    state = _load(weights, "bfloat16" if dtype == "bfloat16" else "float32")
+    state = _load(weights, weights.precision(dtype))
     write_hugging_face(folder, state, weights.model, hf_assets_path=hf_assets_path, dtype=dtype)
 
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -64,9 +65,8 @@ def generate(
     Raises ConfigError where check_prompts does; warns when the context will end a row.
     """
     check_prompts(decoder.config, prompts)
-    limits = _new_token_limits(decoder.config, prompts, max_new_tokens)
-    limits = [limit for limit in limits for _ in range(num_samples)]
     rows = [prompt for prompt in prompts for _ in range(num_samples)]
+    limits = _new_token_limits(decoder.config, rows, max_new_tokens)
     first, steps = max(map(len, rows)), max(limits)  # first: the place of the first new token
     tokens, positions = _left_padded(decoder, rows, first + steps)
     uniforms = _uniforms(seed, len(prompts), num_samples, steps).to(tokens.device)
@@ -124,12 +124,10 @@ def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
 
 def _uniforms(seed: int, num_prompts: int, num_samples: int, steps: int) -> Tensor:
     """(prompts * samples, steps) fp64, drawn on the CPU: the same on every kind of device."""
-    rows = []
-    for prompt in range(num_prompts):
-        for sample in range(num_samples):
-            generator = generator_of(f"{seed}:{prompt}:{sample}")
-            rows.append(torch.rand(steps, dtype=torch.float64, generator=generator))
-    return torch.stack(rows)
+    rows = product(range(num_prompts), range(num_samples))
+    streams = [generator_of(f"{seed}:{prompt}:{sample}") for prompt, sample in rows]
+    drawn = [torch.rand(steps, dtype=torch.float64, generator=stream) for stream in streams]
+    return torch.stack(drawn)
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
@@ -193,27 +191,21 @@ def _attached(
     What it changes in the decoder is as before when it ends.
     """
     assert decoder.lm_head is not None, "a stage without the head has no logits"
-    documents, decoder.document_mask = decoder.document_mask, positions.shape[0] > 1
-    # The logits of the prompt are not wanted, and may be many.
-    hook = decoder.lm_head.register_forward_pre_hook(lambda module, args: (args[0][:, -1:],))
-    kept = Cache(decoder, positions, batch_size) if cache else None
-    # nn.Module looks its parameters and parts up in Python, which is a fifth of what a step of a
-    # small model costs beside its matmuls: as attributes they are found at once.
-    found = [
-        (vars(module), {**module._parameters, **module._modules}) for module in decoder.modules()
-    ]
-    for attributes, held in found:
-        attributes.update(held)
-    try:
-        yield kept or (lambda tokens: decoder(tokens, positions[:, : tokens.shape[1]])[:, -1])
-    finally:
-        for attributes, held in found:
+    with ExitStack() as undo:
+        undo.callback(setattr, decoder, "document_mask", decoder.document_mask)
+        decoder.document_mask = positions.shape[0] > 1
+        # The logits of the prompt are not wanted, and may be many.
+        hook = decoder.lm_head.register_forward_pre_hook(lambda module, args: (args[0][:, -1:],))
+        undo.callback(hook.remove)
+        kept = Cache(decoder, positions, batch_size, undo) if cache else None
+        # nn.Module looks its parameters and parts up in Python, which is a fifth of what a step of
+        # a small model costs beside its matmuls: as attributes they are found at once.
+        for module in decoder.modules():
+            held = {**module._parameters, **module._modules}
+            vars(module).update(held)
             for name in held:
-                del attributes[name]
-        if kept is not None:
-            kept.detach()
-        hook.remove()
-        decoder.document_mask = documents
+                undo.callback(vars(module).pop, name)
+        yield kept or (lambda tokens: decoder(tokens, positions[:, : tokens.shape[1]])[:, -1])
 
 
 class Cache:
@@ -221,9 +213,12 @@ class Cache:
 
     positions: (batch, length) of every token that can come, or (1, length) if all rows agree.
     Memory: keys and values of `length` tokens a layer, of the heads that this rank holds.
+    `undo` is told how the decoder forgets all of it.
     """
 
-    def __init__(self, decoder: Decoder, positions: Tensor, batch_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, positions: Tensor, batch_size: int, undo: ExitStack
+    ) -> None:
         self.decoder = decoder
         self.positions = positions
         self.length = 0  # tokens seen
@@ -234,16 +229,19 @@ class Cache:
             places = torch.arange(num_places, device=positions.device)[None]
             cos, sin = (angles[0] for angles in decoder.rotary(places))  # (length, 1, head_dim)
             decoder.rotary.forward = lambda p: (cos[p], sin[p])  # type: ignore[method-assign, assignment]
+            undo.callback(delattr, decoder.rotary, "forward")
         for layer in decoder.layers.values():
             if isinstance(layer, MambaLayer):
                 dtype, device = layer.mixer.in_proj.weight.dtype, positions.device
                 layer.mixer.state = MambaState.empty(
                     decoder.config, batch_size, dtype=dtype, device=device
                 )
+                undo.callback(setattr, layer.mixer, "state", None)
             else:
                 assert isinstance(layer, DecoderLayer)
                 core = layer.self_attn.core_attention
                 core.forward = KeyValues(self, core.forward)  # type: ignore[method-assign, assignment]
+                undo.callback(delattr, core, "forward")
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """(batch, n) tokens so far -> (batch, vocab) logits of the next."""
@@ -252,17 +250,6 @@ class Cache:
         documents, num_new = self.decoder.document_mask, self.length - first
         self.mask = RowMask.of(positions, documents=documents, num_queries=num_new)
         return self.decoder(tokens[:, first:], positions[:, first:])[:, -1]
-
-    def detach(self) -> None:
-        """Make the decoder forget all of it."""
-        if self.decoder.rotary is not None:
-            del self.decoder.rotary.forward
-        for layer in self.decoder.layers.values():
-            if isinstance(layer, MambaLayer):
-                layer.mixer.state = None
-            else:
-                assert isinstance(layer, DecoderLayer)
-                del layer.self_attn.core_attention.forward
 
 
 class KeyValues:

@@ -29,7 +29,6 @@ from torchtitan_lite.checkpoint.state import (
     model_state,
     optimizer_state,
     read_train_state,
-    restore_optimizer_state,
     train_state,
 )
 from torchtitan_lite.checkpoint.weights import find_weights, load_weights, write_hugging_face
@@ -388,7 +387,6 @@ class Trainer:
 
     def _restore(self, state: State) -> None:
         """Take from a loaded state what is not shared memory."""
-        restore_optimizer_state(self.optimizer, self.model.named_parameters, state)
         values = read_train_state(state)
         self.step = int(values["step"])
         self.tokens_seen = int(values["tokens_seen"])

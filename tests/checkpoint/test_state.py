@@ -16,7 +16,6 @@ from torchtitan_lite.checkpoint.state import (
     optimizer_state,
     part_of,
     read_train_state,
-    restore_optimizer_state,
     train_state,
 )
 
@@ -90,21 +89,6 @@ def test_a_learning_rate_tensor_and_an_eps_of_zero_are_harmless() -> None:
     assert torch.equal(weight, before)
     group = optimizer.param_groups[0]
     assert group["lr"] is rate and group["eps"] == 0.0 and rate.item() == 0.5
-
-
-def test_plain_numbers_in_the_state_travel_as_tensors_and_come_back_as_numbers() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    optimizer.state[weight].update(step=7, average=0.1, switched=True, nothing=None)
-    named = {"norm.weight": weight}
-    saved = {key: tensor.clone() for key, tensor in optimizer_state(optimizer, named).items()}
-    assert set(saved) == {
-        f"optimizer.state.norm.weight.{n}" for n in ("step", "average", "switched")
-    }
-    optimizer.state[weight].update(step=0, average=0.0, switched=False)
-    restore_optimizer_state(optimizer, named, saved)
-    assert optimizer.state[weight] == dict(step=7, average=0.1, switched=True, nothing=None)
-    assert isinstance(optimizer.state[weight]["step"], int)
 
 
 def unreduced_moment() -> None:

@@ -25,7 +25,6 @@ from torchtitan_lite.checkpoint.state import (
     model_state,
     optimizer_state,
     read_train_state,
-    restore_optimizer_state,
     train_state,
 )
 
@@ -95,7 +94,6 @@ class Run:
         materialise_state(self.optimizer)
         state = self.state()
         step = manager.load(state, **options)  # type: ignore[arg-type]
-        restore_optimizer_state(self.optimizer, self.named_parameters, state)
         self.scalars = read_train_state(state)
         return step
 

@@ -27,9 +27,6 @@ from torchtitan_lite.data.sources import IGNORE_LABEL, Row, Source, SyntheticRow
 NUM_ROWS = 37
 GLOBAL_BATCH = 8
 
-# torchdata calls a function of torch that warns; it means nothing to a user of this loader.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-
 
 class NumberedRows:
     """Row r holds nothing but the number r."""

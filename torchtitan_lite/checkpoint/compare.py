@@ -72,22 +72,17 @@ def what_to_load(
         "of another shape": set().union(*shapes_on),
     }
     if any(differences.values()):
-        raise ConfigError(_told(folder, differences))
+        title = "checkpoint of another optimizer or trainer"
+        fix = "leave the part out with checkpoint.exclude_from_loading, or set optimizer as there"
+        if any(part_of(name) == "model" for names in differences.values() for name in names):
+            title = "checkpoint of another model"
+            fix = "set model.flavor and model.overrides as in the run that wrote it"
+        raise ConfigError(f"{title}: {folder}: {listed(differences)}; {fix}")
     if anew:
         logger.warning("%s: not there as here, begins anew: %s", folder, shortened(anew))
     if unused:
         logger.warning("%s: not used by this run: %s", folder, shortened(unused))
     return wanted
-
-
-def _told(folder: Path, differences: Mapping[str, Collection[str]]) -> str:
-    if any(part_of(name) == "model" for names in differences.values() for name in names):
-        title = "checkpoint of another model"
-        fix = "set model.flavor and model.overrides as in the run that wrote it"
-    else:
-        title = "checkpoint of another optimizer or trainer"
-        fix = "leave the part out with checkpoint.exclude_from_loading, or set optimizer as there"
-    return f"{title}: {folder}: {listed(differences)}; {fix}"
 
 
 def model_changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
@@ -111,7 +106,6 @@ def listed(differences: Mapping[str, Collection[str]], limit: int | None = NUM_N
 def shortened(names: Iterable[str], limit: int | None = NUM_NAMES_SHOWN) -> str:
     """The first of `names`, sorted, and how many more there are; `limit` None: all."""
     ordered = sorted(names)
-    limit = len(ordered) if limit is None else limit
-    shown = ", ".join(ordered[:limit])
-    rest = len(ordered) - limit
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    shown = ordered[:limit]
+    rest = len(ordered) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")

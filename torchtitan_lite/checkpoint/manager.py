@@ -49,6 +49,7 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.checkpoint.state import PART_PREFIXES, State, part_of
 from torchtitan_lite.config import ConfigError
+from torchtitan_lite.device import device_of_this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class CheckpointManager:
         self._in_flight: Future[None] | None = None
         self._staging: Future[State] | None = None
         self._stager: DefaultStager | None = None
+        self._writer_group = self._group
         if async_mode == "disabled":
             return
         pinned = async_mode == "async_with_pinned_mem"
@@ -107,7 +109,9 @@ class CheckpointManager:
         )
         self._stager = DefaultStager(self._staging_options)
         self._writer_group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writer = ThreadPoolExecutor(
+            1, thread_name_prefix="checkpoint", initializer=device_of_this_thread()
+        )
 
     def save(self, step: int, state: Mapping[str, Tensor], *, model_only: bool = False) -> None:
         """Save `state` as `step`; a whole one that this run wrote or began from is left as it is.
@@ -133,12 +137,10 @@ class CheckpointManager:
         wanted = {key: state[key] for key in state if part_of(key) == "model" or not model_only}
         staged = self._stage(wanted)
         if self._stager is None:
-            self._write(step, staged, model_only=model_only, group=self._group)
+            self._write(step, staged, model_only)
             return
         self._staging = staged
-        self._in_flight = self._writer.submit(
-            self._write, step, staged, model_only=model_only, group=self._writer_group
-        )
+        self._in_flight = self._writer.submit(self._write, step, staged, model_only)
 
     def poll(self) -> None:
         """Once a step, on all ranks: raise CheckpointError if the save in flight has failed.
@@ -199,11 +201,9 @@ class CheckpointManager:
             staged.set_exception(error)
         return staged
 
-    def _write(
-        self, step: int, staged: Future[State], *, model_only: bool, group: dist.ProcessGroup
-    ) -> None:
-        """Write, hash, publish and prune; the same on either thread. A collective of `group`."""
-        begin, folder = time.monotonic(), step_folder(self.folder, step)
+    def _write(self, step: int, staged: Future[State], model_only: bool) -> None:
+        """Write, hash, publish and prune; the same on either thread. A collective."""
+        begin, folder, group = time.monotonic(), step_folder(self.folder, step), self._writer_group
         temporary, doing = temporary_folder(self.folder, step), f"saving {folder}"
 
         def clear_the_way() -> None:

@@ -21,8 +21,7 @@ none; `materialise_state` gives it some. Proven in tests/checkpoint/test_state.p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +30,11 @@ from torch.optim import Optimizer
 
 State = dict[str, Tensor]
 
-OPTIMIZER, TRAINER, DATALOADER = "optimizer.", "trainer.", "dataloader."
 # What a run can do without: the first step then takes its scales from its own numbers.
 BEGINS_ANEW = "trainer.amax_history."
 # Names that checkpoint.exclude_from_loading knows, and how the keys of each part begin; "model" is
 # what is left.
-PART_PREFIXES = {"optimizer": OPTIMIZER, "train_state": TRAINER, "dataloader": DATALOADER}
+PART_PREFIXES = {"optimizer": "optimizer.", "train_state": "trainer.", "dataloader": "dataloader."}
 
 # A step with zero gradients under these leaves each weight as it is, bit by bit: eps must not be 0,
 # or 0 / (sqrt(0) + eps) is NaN.
@@ -59,50 +57,22 @@ def model_state(named_parameters: Mapping[str, Tensor]) -> State:
 def optimizer_state(optimizer: Optimizer, named_parameters: Mapping[str, nn.Parameter]) -> State:
     """The optimizer's state as `optimizer.state.<fqn>.<name>`, sharing the memory of its tensors.
 
-    A plain number in the state becomes a 0-d tensor: call `restore_optimizer_state` after a load.
+    All of it is tensors, the count of steps too, so that a load fills it in place.
     """
-    return {
-        key: _as_tensor(of_parameter[name])
-        for key, name, of_parameter in _entries(optimizer, named_parameters)
-    }
-
-
-def restore_optimizer_state(
-    optimizer: Optimizer, named_parameters: Mapping[str, nn.Parameter], loaded: Mapping[str, Tensor]
-) -> None:
-    """Hand the plain numbers of what was loaded into `optimizer_state(...)` to the optimizer.
-
-    Tensors need no handing over, DCP has filled them in place. Names that `loaded` lacks stay.
-    """
-    for key, name, of_parameter in _entries(optimizer, named_parameters):
-        value = of_parameter[name]
-        if key in loaded and not isinstance(value, Tensor):
-            of_parameter[name] = type(value)(loaded[key].item())
-
-
-def _entries(
-    optimizer: Optimizer, named_parameters: Mapping[str, nn.Parameter]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(key, name, the parameter's own state, which holds it by name) for each value."""
+    state: State = {}
     fqn_of: dict[Tensor, str] = {parameter: fqn for fqn, parameter in named_parameters.items()}
     for parameter, of_parameter in optimizer.state.items():
         assert parameter in fqn_of, "the optimizer holds a parameter that has no name"
         for name, value in of_parameter.items():
             if value is None:  # SGD without momentum
                 continue
+            assert isinstance(value, Tensor), f"{name} of {fqn_of[parameter]} is no tensor: {value}"
             if isinstance(value, DTensor):
                 # Each rank's summand would be saved as if it were the sum.
                 partial = any(placement.is_partial() for placement in value.placements)
                 assert not partial, f"{name} of {fqn_of[parameter]} is an unreduced sum"
-            yield f"{OPTIMIZER}state.{fqn_of[parameter]}.{name}", name, of_parameter
-
-
-def _as_tensor(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    assert isinstance(value, (bool, int, float)), f"neither a tensor nor a number: {value!r}"
-    # Double holds each Python float exactly; an int becomes int64.
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            state[f"optimizer.state.{fqn_of[parameter]}.{name}"] = value
+    return state
 
 
 def materialise_state(optimizer: Optimizer) -> None:
@@ -113,14 +83,14 @@ def materialise_state(optimizer: Optimizer) -> None:
     were. Parameters that have state keep it; frozen ones get none.
     """
     groups = optimizer.param_groups
-    kept = [{name: group[name] for name in _HARMLESS if name in group} for group in groups]
+    kept = [dict(group) for group in groups]
     parameters = [parameter for group in groups for parameter in group["params"]]
     unborn = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
     optimizer.zero_grad()  # to None: whoever has state, or is frozen, takes no part in the step
     for parameter in unborn:
         parameter.grad = torch.zeros_like(parameter)
-    for group, values in zip(groups, kept, strict=True):
-        group.update({name: _HARMLESS[name] for name in values})
+    for group in groups:
+        group.update({name: value for name, value in _HARMLESS.items() if name in group})
     optimizer.step()
     optimizer.zero_grad()
     for group, values in zip(groups, kept, strict=True):
@@ -137,7 +107,12 @@ def train_state(values: Mapping[str, int | float], *, part: str = "train_state")
 
     `part` is "train_state" (keys `trainer.<name>`) or "dataloader" (keys `dataloader.<name>`).
     """
-    return {f"{PART_PREFIXES[part]}{name}": _as_tensor(value) for name, value in values.items()}
+    # Double holds each Python float exactly; an int becomes int64.
+    kinds = {int: torch.int64, float: torch.float64}
+    return {
+        f"{PART_PREFIXES[part]}{name}": torch.tensor(value, dtype=kinds[type(value)])
+        for name, value in values.items()
+    }
 
 
 def read_train_state(

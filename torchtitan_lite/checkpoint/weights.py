@@ -209,19 +209,17 @@ def export_files(model: ModelConfig, hf_assets_path: Path, *, dtype: str) -> dic
     """What stands beside the tensors of an export: text, or a file to copy, by name."""
     from torchtitan_lite.data.tokenizer import load_tokenizer
 
-    bos_id = eos_id = None
-    files: dict[str, str | Path] = {}
+    special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    copied = [GENERATION_CONFIG]
     if (hf_assets_path / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(hf_assets_path, vocab_size=model.vocab_size)
-        bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
-        found = {name: hf_assets_path / name for name in TOKENIZER_FILES}
-        files |= {name: path for name, path in found.items() if path.is_file()}
+        special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        copied += TOKENIZER_FILES
     else:
         logger.warning("%s holds no tokenizer.json: exported without a tokenizer", hf_assets_path)
-    generation: dict[str, Any] = {"bos_token_id": bos_id, "eos_token_id": eos_id}
-    files[GENERATION_CONFIG] = json.dumps(generation, indent=2)
-    if (hf_assets_path / GENERATION_CONFIG).is_file():
-        files[GENERATION_CONFIG] = hf_assets_path / GENERATION_CONFIG
-    content = config_to_hf(model, dtype=dtype, bos_token_id=bos_id, eos_token_id=eos_id)
-    files[HF_CONFIG] = json.dumps(content, indent=2)
-    return files
+    content = {GENERATION_CONFIG: special, HF_CONFIG: config_to_hf(model, dtype=dtype, **special)}
+    files: dict[str, str | Path] = {
+        name: json.dumps(fields, indent=2) for name, fields in content.items()
+    }
+    found = {name: hf_assets_path / name for name in copied}
+    return files | {name: path for name, path in found.items() if path.is_file()}

@@ -26,13 +26,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from torchtitan_lite.config import ConfigError
 from torchtitan_lite.data.order import permute
 from torchtitan_lite.data.sources import IGNORE_LABEL, Row, Source
-
-# torchdata asks each worker for a state every so many batches; ours is one integer, kept here.
-NEVER = 1 << 62
 
 
 class Batch(NamedTuple):
@@ -44,13 +42,8 @@ class Batch(NamedTuple):
     first_sample: int = 0  # number in the run of the first of these consecutive samples
 
     def to(self, device: torch.device) -> Batch:
-        """The same on `device`; the host does not wait for it."""
-        moved: dict[str, Any] = {
-            name: tensor.to(device, non_blocking=True)
-            for name, tensor in self._asdict().items()
-            if isinstance(tensor, Tensor)
-        }
-        return self._replace(**moved)
+        """The same on `device`."""
+        return Batch._make(x.to(device) if isinstance(x, Tensor) else x for x in self)
 
 
 @dataclass(eq=False)
@@ -82,12 +75,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            rows = self._rows_from(self.consumed_samples)
-            if self.num_workers > 0:
-                self._batches = self._read_ahead(rows)
-            else:
-                checked = _CheckedRows(self.source)
-                self._batches = (_collate([checked[row] for row in batch]) for batch in rows)
+            self._batches = self._read(self._rows_from(self.consumed_samples))
         rows_a_rank = self.global_batch_size // self.batch_degree
         first_sample = self.consumed_samples + self.batch_rank * rows_a_rank
         try:
@@ -124,25 +112,18 @@ class Loader:
             yield sample_rows(samples, num_rows=len(self.source), seed=self.seed).tolist()
             consumed_samples += self.global_batch_size
 
-    def _read_ahead(self, rows: Iterator[list[int]]) -> Iterator[Batch]:
-        try:
-            from torchdata.stateful_dataloader import StatefulDataLoader
-        except ImportError as error:
-            raise ConfigError(
-                f"training.dataloader.num_workers = {self.num_workers}: worker processes need "
-                "the package torchdata, which is not installed; pip install it or use 0"
-            ) from error
-        loader: Any = StatefulDataLoader(
-            _CheckedRows(self.source),
+    def _read(self, rows: Iterator[list[int]]) -> Iterator[Batch]:
+        has_workers = self.num_workers > 0
+        loader: Any = DataLoader(
+            _CheckedRows(self.source),  # type: ignore[arg-type]
             batch_sampler=rows,
             collate_fn=_collate,
             num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
+            prefetch_factor=self.prefetch_factor if has_workers else None,
             # Workers read files and do arithmetic: fork starts them without importing again.
-            multiprocessing_context="fork",
+            multiprocessing_context="fork" if has_workers else None,
             # Its own generator: reading ahead must not move the random numbers of training.
             generator=torch.Generator(),
-            snapshot_every_n_steps=NEVER,
         )
         return iter(loader)
 
@@ -186,9 +167,6 @@ class _CheckedRows:
 
     source: Source
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     def __getitem__(self, number: int) -> Row:
         row = Row(*self.source[number])
         if row.positions is not None:
@@ -204,12 +182,10 @@ class _CheckedRows:
 
 
 def _collate(rows: list[Row]) -> Batch:
-    positions = None
-    if any(row.positions is not None for row in rows):
-        whole = torch.arange(len(rows[0].tokens))  # a row without positions is one document
-        positions = torch.stack([whole if row[2] is None else row[2] for row in rows])
-    return Batch(
-        torch.stack([row.tokens for row in rows]),
-        torch.stack([row.labels for row in rows]),
-        positions,
-    )
+    tokens, labels, positions = zip(*rows, strict=True)
+    batch = Batch(torch.stack(tokens), torch.stack(labels))
+    if all(of_row is None for of_row in positions):
+        return batch
+    whole = torch.arange(len(tokens[0]))  # a row without positions is one document
+    stacked = torch.stack([whole if of_row is None else of_row for of_row in positions])
+    return batch._replace(positions=stacked)

@@ -20,15 +20,7 @@ def open_sources(config: Config, vocab_size: int) -> tuple[Source, Source | None
     Text is tokenised here, which may take longer than a collective may wait: call it before the
     process group is up. Raises ConfigError for data that is missing, bad or of another vocabulary.
     """
-    training = config.training
-    source = _open(
-        config,
-        "training",
-        kind=training.dataset,
-        path=training.dataset_path,
-        seq_len=training.seq_len,
-        vocab_size=vocab_size,
-    )
+    source = _open(config, "training", vocab_size)
     return source, open_held_out(config, vocab_size) if config.validation.enable else None
 
 
@@ -37,29 +29,16 @@ def open_held_out(config: Config, vocab_size: int, *, to_the_end: bool = False) 
 
     They are cut, packed and masked as those to train on.
     """
-    validation = config.validation
-    return _open(
-        config,
-        "validation",
-        kind=validation.dataset,
-        path=validation.dataset_path,
-        seq_len=validation_seq_len(config),
-        vocab_size=vocab_size,
-        to_the_end=to_the_end,
-    )
+    return _open(config, "validation", vocab_size, to_the_end=to_the_end)
 
 
-def _open(
-    config: Config,
-    section: str,
-    *,
-    kind: str,
-    path: str,
-    seq_len: int,
-    vocab_size: int,
-    to_the_end: bool = False,
-) -> Source:
-    document_mask, packing = config.training.document_mask, config.training.packing
+def _open(config: Config, section: str, vocab_size: int, *, to_the_end: bool = False) -> Source:
+    training, validation = config.training, config.validation
+    kind, path, seq_len = {
+        "training": (training.dataset, training.dataset_path, training.seq_len),
+        "validation": (validation.dataset, validation.dataset_path, validation_seq_len(config)),
+    }[section]
+    document_mask = training.document_mask
     if kind == "synthetic":
         return SyntheticRows(
             vocab_size,
@@ -77,13 +56,13 @@ def _open(
             kind,
             path,
             load_tokenizer(config.model.hf_assets_path),
-            cache=config.training.token_cache,
-            text_column=config.training.dataset_text_column,
+            cache=training.token_cache,
+            text_column=training.dataset_text_column,
             key=key,
         )
     shards = TokenShards(folder, key=key)
     shards.check_vocabulary(vocab_size)
-    if packing == "best_fit":  # every document is in some row, to the end
+    if training.packing == "best_fit":  # every document is in some row, to the end
         return PackedRows(shards, seq_len, document_mask=document_mask)
     return TokenRows(
         shards,

@@ -23,7 +23,6 @@ Proven in tests/data/test_order.py, a golden order included.
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +37,8 @@ def permute(
     """Where `indices` of [0, n) lie in the order of this seed and epoch; each row exactly once."""
     assert n >= 1, f"nothing to permute: n = {n}"
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < n), "index outside [0, n)"
-    keys = _round_keys(seed, epoch)
+    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=NUM_ROUNDS * BYTES_A_KEY)
+    keys = np.frombuffer(digest.digest(), dtype="<u8")
     num_bits = max(2, (n - 1).bit_length())  # at least one bit a half
     result = _feistel(indices.astype(np.uint64), num_bits, keys)
     outside = result >= n
@@ -49,7 +49,7 @@ def permute(
 
 
 def _feistel(
-    values: NDArray[np.uint64], num_bits: int, keys: tuple[np.uint64, ...]
+    values: NDArray[np.uint64], num_bits: int, keys: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     low_bits = np.uint64(num_bits // 2)
     low_mask = np.uint64((1 << num_bits // 2) - 1)
@@ -69,10 +69,3 @@ def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
-
-
-@lru_cache(maxsize=16)
-def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
-    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=NUM_ROUNDS * BYTES_A_KEY)
-    keys = np.frombuffer(digest.digest(), dtype="<u8")
-    return tuple(np.uint64(key) for key in keys)

@@ -58,7 +58,14 @@ def prepare(
     """
     source = find_source(dataset_kind, dataset_path, text_column=text_column, key=key)
     if source.kind == "tokens":
-        _check_tokenizer(source.path, tokenizer, key=key)
+        made_with = read_index(source.path, key=key).get("tokenizer_sha256")
+        if made_with and made_with != tokenizer.sha256:
+            raise ConfigError(
+                f"{key} = {str(source.path)!r}: its tokens were made with another tokenizer.json "
+                f"(sha256 {made_with[:12]}) than model.hf_assets_path holds "
+                f"({tokenizer.sha256[:12]}); use that one, or prepare the text again with "
+                "scripts/prepare_data.py"
+            )
         return source.path
     try:
         folder = Path(cache) / content_hash(source, tokenizer)
@@ -89,8 +96,8 @@ def content_hash(source: Source, tokenizer: Tokenizer) -> str:
     return digest.hexdigest()[:HASH_DIGITS]
 
 
-def tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Write the shards of `source` as `folder`; return their index. Memory is constant."""
+def tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the shards of `source` as `folder`. Memory is constant."""
     logger.info("tokenising %s", source.path)
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
         logger.warning("the tokenizer has no begin and no end token: documents run together")
@@ -102,7 +109,6 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, An
         f"{index['num_tokens']:,} tokens of {index['num_documents']:,} documents "
         f"({index['num_empty_documents']:,} more were empty) in {folder}"
     )
-    return index
 
 
 def _tokens(
@@ -140,13 +146,3 @@ def _clear_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         except PermissionError:
             continue  # alive, and another user's
-
-
-def _check_tokenizer(folder: Path, tokenizer: Tokenizer, *, key: str) -> None:
-    made_with = read_index(folder, key=key).get("tokenizer_sha256")
-    if made_with and made_with != tokenizer.sha256:
-        raise ConfigError(
-            f"{key} = {str(folder)!r}: its tokens were made with another tokenizer.json (sha256 "
-            f"{made_with[:12]}) than model.hf_assets_path holds ({tokenizer.sha256[:12]}); use "
-            "that one, or prepare the text again with scripts/prepare_data.py"
-        )

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from torchtitan_lite.config import Config
 from torchtitan_lite.models.config import ModelConfig
@@ -80,10 +79,9 @@ class ExpertBalance:
             totals[index] = torch.cat((router.counts.double(), router.losses.double()))
         dist.all_reduce(totals)
         self.totals = totals
-        if applied:
-            self._move(totals[:, :-2])
-
-    def _move(self, counts: Tensor) -> None:
+        if not applied:
+            return
+        counts = totals[:, :-2]
         mean = counts.mean(dim=1, keepdim=True)
         shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
         self.shares.copy_(torch.where(mean > 0, shares, self.shares))

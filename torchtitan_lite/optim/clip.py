@@ -38,8 +38,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 # What torch's own clip adds to the norm, so that a norm of zero divides nothing by zero.
 CLIP_EPSILON = 1e-6
@@ -136,17 +135,12 @@ def _by_shards(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
             continue
         shards = 1
         if isinstance(gradient, DTensor):
-            shards = _num_shards(gradient)
+            placed = gradient.placements
+            assert not any(p.is_partial() for p in placed), f"gradient {placed} is not reduced yet"
+            for axis, placement in enumerate(placed):
+                if not placement.is_replicate():
+                    shards *= gradient.device_mesh.size(axis)
             gradient = gradient.to_local()
         if gradient.numel() > 0:
             gradients.setdefault(shards, []).append(gradient)
     return gradients
-
-
-def _num_shards(gradient: DTensor) -> int:
-    shards = 1
-    for axis, placement in enumerate(gradient.placements):
-        assert not placement.is_partial(), f"gradient {gradient.placements} is not reduced yet"
-        if isinstance(placement, (Shard, _StridedShard)):
-            shards *= gradient.device_mesh.size(axis)
-    return shards

@@ -22,7 +22,6 @@ Proven in tests/optim/test_low_precision.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class LowPrecisionAdamW(Optimizer):
     def _update(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
+            state["step"] = torch.tensor(0)  # on the host, where it is read
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(parameter, dtype=self.state_dtype)
         state["step"] += 1
@@ -74,13 +73,16 @@ class LowPrecisionAdamW(Optimizer):
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         if local[0].numel() == 0:
             return
-        key = _key(self.seed, state["step"], name, local[0].device)
-        offsets, width = self._offsets[parameter], local[0].shape[-1]
+        device, width = local[0].device, local[0].shape[-1]
+        step = int(state["step"])
+        key = _key(self.seed, step, name, device)
+        starts = _row_starts(local[0].shape, parameter.shape, self._offsets[parameter], device)
+        columns = torch.arange(width, device=device)
         num_rows = max(1, BLOCK_SIZE // width)
-        indices = _indices(local[0].shape, parameter.shape, offsets, num_rows, local[0].device)
         rows = (tensor.view(-1, width).split(num_rows) for tensor in local)
-        for index, *block in zip(indices, *rows, strict=True):
-            _update_block(block, scramble(key + index * STEP), state["step"], group)
+        for start, *block in zip(starts.split(num_rows), *rows, strict=True):
+            indices = start[:, None] + columns  # (rows, width), in the whole parameter
+            _update_block(block, scramble(key + indices * STEP), step, group)
 
 
 def _update_block(block: list[Tensor], bits: Tensor, step: int, group: dict[str, Any]) -> None:
@@ -123,20 +125,12 @@ def _global_offset(parameter: Tensor) -> tuple[int, ...]:
     return compute_local_shape_and_global_offset(parameter.shape, *placements)[1]
 
 
-def _indices(
-    local: torch.Size,
-    whole: torch.Size,
-    offsets: tuple[int, ...],
-    num_rows: int,
-    device: torch.device,
-) -> Iterator[Tensor]:
-    """Of each block of `num_rows` rows of the last dim: (rows, width) indices in the whole."""
-    rows, width = math.prod(local[:-1]), local[-1]
-    columns = torch.arange(offsets[-1], offsets[-1] + width, device=device)
-    for first in range(0, rows, num_rows):
-        row = torch.arange(first, min(first + num_rows, rows), device=device)
-        start, stride = torch.zeros_like(row), whole[-1]
-        for size, offset, full in reversed(list(zip(local, offsets, whole, strict=True))[:-1]):
-            start += (row % size + offset) * stride
-            row, stride = row // size, stride * full
-        yield start[:, None] + columns
+def _row_starts(
+    local: torch.Size, whole: torch.Size, offsets: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """(rows,) int64: where in the whole parameter each row of the last dim begins."""
+    starts = torch.full((1,), offsets[-1], device=device)
+    for dim, (size, offset) in enumerate(zip(local[:-1], offsets[:-1], strict=True)):
+        places = torch.arange(offset, offset + size, device=device)
+        starts = starts[..., None] + places * math.prod(whole[dim + 1 :])
+    return starts.reshape(-1)

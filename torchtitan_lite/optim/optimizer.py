@@ -72,8 +72,7 @@ def build_optimizer(
     Each group holds params, names, weight_decay, lr and lr_multiplier besides torch's own entries.
     AdamW's moments are of the parameters' dtype, or bfloat16 (low_precision.py, which draws from
     `seed`). Where torch has no fused kernel for these parameters (SGD on DTensors), one warning
-    says so and foreach takes its place. Raises ConfigError for a pattern without a match and for a
-    multiplier that is not a number from 0 up.
+    says so and foreach takes its place. Raises ConfigError for a pattern without a match.
     """
     check_patterns(
         named_parameters if all_names is None else all_names,
@@ -99,9 +98,9 @@ def build_optimizer(
 
 
 def check_patterns(
-    all_names: Collection[str], *, no_decay: Collection[str], lr_multipliers: Mapping[str, float]
+    all_names: Collection[str], *, no_decay: Collection[str], lr_multipliers: Collection[str]
 ) -> None:
-    """Raise one ConfigError that names every pattern no name matches and every bad multiplier."""
+    """Raise one ConfigError that names every pattern no name matches."""
     problems = []
     for key, patterns in (("no_decay", no_decay), ("lr_multipliers", lr_multipliers)):
         for pattern in unmatched_patterns(patterns, all_names):
@@ -111,12 +110,6 @@ def check_patterns(
             problems.append(
                 f"optimizer.{key}: the pattern {pattern!r} matches no parameter of the model; "
                 f"nearest: {', '.join(nearest)}"
-            )
-    for pattern, multiplier in lr_multipliers.items():
-        if not 0 <= multiplier < float("inf"):
-            problems.append(
-                f"optimizer.lr_multipliers: {pattern!r} = {multiplier} is not a factor; "
-                "use a finite number from 0 up"
             )
     if problems:
         raise ConfigError("\n".join(problems))

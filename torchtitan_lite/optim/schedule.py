@@ -58,17 +58,11 @@ def lr_factor(
     warmup = min(warmup_steps, total_steps)
     if step < warmup:
         return (step + 1) / warmup
-    decay = _decay_steps(total_steps, warmup, decay_ratio, decay_type)
+    decay = total_steps - warmup
+    if decay_ratio is not None:
+        decay = min(round(total_steps * decay_ratio), decay)
     last_at_peak = total_steps - decay
-    if decay == 0 or step <= last_at_peak:
+    if decay == 0 or step <= last_at_peak or decay_type == "constant":
         return 1.0
     progress = min(1.0, (step - last_at_peak) / decay)
     return min_lr_factor + (1.0 - min_lr_factor) * DECAY_SHAPES[decay_type](progress)
-
-
-def _decay_steps(total: int, warmup: int, decay_ratio: float | None, decay_type: str) -> int:
-    assert decay_type in DECAY_SHAPES, f"decay_type {decay_type!r} is none of {[*DECAY_SHAPES]}"
-    if decay_type == "constant":
-        return 0
-    after_warmup = total - warmup
-    return after_warmup if decay_ratio is None else min(round(total * decay_ratio), after_warmup)
