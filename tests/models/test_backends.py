@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,6 +132,31 @@ def test_heads_may_share_keys_and_values_may_have_a_width_of_their_own(
     for scale in (None, 0.3):
         out = core(backend, None, scale)(q, k, v, row_mask("none"))
         assert error(out, expected(q, k, v, seen("none", None), scale)) < TOLERANCE
+
+
+@pytest.mark.parametrize("documents", ["none", "packed"])
+def test_where_no_kernel_shares_heads_each_head_has_its_own(
+    documents: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise sdpa would compute all scores at once, heads x seq x seq numbers."""
+    given: list[tuple[Tensor, dict[str, Any]]] = []
+    sdpa = F.scaled_dot_product_attention
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        given.append((k, options))
+        return sdpa(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    found = []
+    for shares in (True, False):
+        monkeypatch.setattr(backends, "sdpa_shares_heads", lambda *_, masked, s=shares: s)
+        q, k, v = (t.requires_grad_() for t in inputs(*WIDTHS["grouped"]))
+        out = core("sdpa", None, None)(q, k, v, row_mask(documents))
+        out.square().sum().backward()
+        found.append((out, q.grad, k.grad, v.grad))
+    assert [(k.shape[1], options["enable_gqa"]) for k, options in given] == [(2, True), (4, False)]
+    for ours, other in zip(*found, strict=True):
+        assert ours is not None and other is not None and error(ours, other) < TOLERANCE
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

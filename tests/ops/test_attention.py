@@ -27,6 +27,7 @@ from torchtitan_lite.ops.attention import (
     attend_reference,
     best_kernel,
     merge,
+    sdpa_shares_heads,
 )
 
 BATCH, DIM = 2, 6
@@ -307,3 +308,15 @@ def test_each_device_has_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         assert best_kernel(cuda, dtype, width, masked=masked) == "efficient"
     capability = (7, 5)
     assert best_kernel(cuda, half, 64, masked=False) == "efficient"
+
+
+def test_on_cuda_heads_share_keys_in_flash_attention_alone() -> None:
+    """Which is of half precision, and without a mask."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    shared = {
+        (dtype, masked): sdpa_shares_heads(cuda, dtype, masked=masked)
+        for dtype in (torch.bfloat16, torch.float32)
+        for masked in (False, True)
+    }
+    assert [case for case, is_so in shared.items() if is_so] == [(torch.bfloat16, False)]
+    assert sdpa_shares_heads(cpu, torch.float32, masked=True)

@@ -7,6 +7,7 @@ q k v o gate up down, and twice as many in backward: for the input and for the w
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from typing import Any
@@ -18,12 +19,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.parity.harness import Mesh, RecordingTrainer, run
+from torchtitan_lite import precision
+from torchtitan_lite.config import load_config
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.decoder import Decoder
 from torchtitan_lite.models.moe import Router
 from torchtitan_lite.ops.dropout import sample_keys
 from torchtitan_lite.parallel import activation
 from torchtitan_lite.parallel.activation import apply_activation_checkpointing
+from torchtitan_lite.precision.linear import Float8Linear, apply_float8
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -49,6 +54,7 @@ NONE, FULL, EVERY_2ND, EVERY_3RD, PER_OP = (
 MODES = [NONE, FULL, EVERY_2ND, EVERY_3RD, PER_OP]
 
 MATMUL = torch.ops.aten.mm.default
+SCALED_MATMUL = torch.ops.torchtitan_lite.scaled_matmul.default
 OF_EXPERTS = torch.ops.aten._grouped_mm.default
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 VIEWS = {  # which cost nothing, and of which autograd makes some of its own
@@ -174,8 +180,59 @@ def test_two_forwards_before_their_backwards_are_counted_apart() -> None:
 def test_an_attention_operator_missing_from_the_list_would_be_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(activation, "_DEAR", activation._DEAR - {ATTENTION})
+    monkeypatch.setattr(activation, "_ATTENTION", activation._ATTENTION - {ATTENTION})
     assert run_backward(make(PER_OP))[ATTENTION] == 4
+
+
+def test_the_products_of_blockwise_float8_are_matmuls_like_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a device whose kernel multiplies blocks: one operator a product, here its reference."""
+    monkeypatch.setattr(precision.float8, "has_triton", lambda device_type: True)
+    config = dataclasses.replace(CONFIG, hidden_size=48, intermediate_size=64, head_dim=8)
+    model = Decoder(config)
+    options = ["--quantize.linear.float8.recipe_name=blockwise"]
+    apply_float8(model, load_config(options))
+    for module in model.modules():
+        if isinstance(module, Float8Linear):
+            module.recipe = dataclasses.replace(module.recipe, emulate=False)
+    counts = {}
+    for mode in (NONE, PER_OP):
+        part = copy.deepcopy(model)
+        apply_activation_checkpointing(part, mode=mode[0], selective_option=mode[1])
+        counts[mode] = run_backward(part)[SCALED_MATMUL]
+    # The last of the seven too: it keeps its input only when it is done.
+    assert counts == {NONE: 4 * 14, PER_OP: 4 * (14 + 4)}
+
+
+def kept_per_op(trainer: RecordingTrainer) -> int:
+    """Bytes that a forward of one row leaves alive on this rank."""
+    (part,) = trainer.model.parts
+    row = torch.arange(SEQ)[None]
+    with LiveBytes() as live:
+        loss = part(row, labels=row)[0]
+    assert loss.requires_grad
+    return live.num_bytes
+
+
+def kept_under(method: str) -> list[int]:
+    options = {
+        "parallelism.context_parallel_method": method,
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op",
+    }
+    return run(Mesh(cp=2), options, act=kept_per_op).returned
+
+
+def test_attention_in_pieces_is_not_kept_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ulysses the one result is kept; ring and allgather have several of its size."""
+    whole = kept_under("ulysses")
+    for method in ("ring", "allgather"):
+        pieces = kept_under(method)
+        assert all(own < other for own, other in zip(pieces, whole, strict=True)), method
+    choose = activation.selective_contexts
+    monkeypatch.setattr(activation, "selective_contexts", lambda keep_attention: choose())
+    assert all(own > other for own, other in zip(kept_under("ring"), whole, strict=True))
 
 
 def test_of_each_operator_a_layer_in_full_repeats_its_forward_and_no_more() -> None:

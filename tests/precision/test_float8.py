@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_lite.precision import float8
 from torchtitan_lite.precision.float8 import E4M3, E5M2, RECIPES, Recipe, cast, multiply
 from torchtitan_lite.precision.linear import Float8Linear
 
@@ -292,6 +293,13 @@ def test_a_product_that_kernels_have_to_fill_up() -> None:
             native, multiply(a, b, dtype=torch.float32, emulate=True), rtol=1e-5, atol=1e-5
         )
         assert native.shape == (5, 19)
+
+
+def test_what_needs_no_filling_up_is_not_copied() -> None:
+    """A copy of every operand would cost a share of the product."""
+    values = cast(torch.randn(32, 48), E4M3, (1, 0), powers_of_two=True).values
+    assert float8._aligned(values) is values
+    assert float8._aligned(values[:, :33].contiguous(), more_rows=3).shape == (35, 48)
 
 
 @pytest.mark.slow

@@ -81,17 +81,18 @@ class RowMask:
         """
         if self.documents is None and (window is None or self.num_keys <= window):
             return None
-        return self.form(("dense", window), lambda: self._dense(window))
+        queries = slice(self.num_keys - self.num_queries, None)
+        return self.form(("dense", window), lambda: self.between(queries, slice(None), window))
 
-    def _dense(self, window: int | None) -> Tensor:
+    def between(self, queries: slice, keys: slice, window: int | None) -> Tensor:
+        """Which keys queries see, both by their places: (batch or 1, 1, queries, keys) bool."""
         places = torch.arange(self.num_keys, device=self.device)
-        queries = places[-self.num_queries :, None]
-        mask = (places <= queries)[None]  # (1, queries, keys)
+        query, key = places[queries, None], places[keys]
+        mask = (key <= query)[None]  # (1, queries, keys)
         if window is not None:
-            mask = mask & (queries - places < window)
+            mask = mask & (query - key < window)
         if self.documents is not None:
-            own = self.documents[:, -self.num_queries :, None]
-            mask = mask & (own == self.documents[:, None])
+            mask = mask & (self.documents[:, queries, None] == self.documents[:, None, keys])
         return mask[:, None]
 
 

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from torchtitan_lite.ops.attention import per_head, sdpa_shares_heads
+
 if TYPE_CHECKING:
     from torchtitan_lite.models.attention import RowMask
 
@@ -57,6 +59,8 @@ def attend(
         on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
         if on_cpu and dtype == torch.bfloat16 and q.requires_grad:
             q, k, v = q.float(), k.float(), v.float()
+        if grouped and not sdpa_shares_heads(q.device, q.dtype, masked=mask is not None):
+            k, v, grouped = per_head(k, q), per_head(v, q), False
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=scale
         ).to(dtype)

@@ -10,7 +10,7 @@ layers against stages) before anything heavy is loaded.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 # The vocabulary is padded to a multiple of this, whatever the mesh: the first cut of the
@@ -34,15 +34,6 @@ CHOICES = {
     "hidden_act": ("silu", "gelu", "gelu_tanh"),
     "router_scores": ("softmax", "sigmoid"),
 }
-NOT_NEGATIVE = (
-    "max_window_layers",
-    "no_rope_layer_interval",
-    "num_experts",
-    "first_k_dense_replace",
-    "shared_expert_intermediate_size",
-    "qk_nope_head_dim",
-    "v_head_dim",
-)
 
 
 @dataclass(frozen=True)
@@ -170,26 +161,15 @@ class ModelConfig:
     """Keep the residual stream in fp32 when the layers compute in less."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "state_size",
-            "conv_kernel",
-            "time_step_rank",
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "n_group",
-            "topk_group",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        for field in fields(self):
+            if field.type != "int":
+                continue
+            value = getattr(self, field.name)
+            if field.default == 0:  # there may be none of it
+                if value < 0:
+                    raise ValueError(f"{field.name} is {value}; it must be 0 or more")
+            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field.name} is {value!r}; it must be a positive integer")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a number above 0")
@@ -209,9 +189,6 @@ class ModelConfig:
             for name in ("attention_dropout", "residual_dropout", "num_experts", "kv_lora_rank"):
                 if getattr(self, name):
                     raise ValueError(f"a state-space layer has no {name}; remove it")
-        for name in NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window is {self.sliding_window}; it must be 1 or more")
         if self.head_dim % 2:

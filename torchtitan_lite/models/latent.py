@@ -34,16 +34,10 @@ class LatentAttention(nn.Module):
         super().__init__()
         assert config.kv_lora_rank is not None
         self.interleave = config.rope_interleave
-        hidden, heads, bias = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.attention_bias,
-        )
-        self.nope, self.rope, self.value = (
-            config.qk_nope_head_dim,
-            config.head_dim,
-            config.v_head_dim,
-        )
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        bias = config.attention_bias
+        self.nope, self.rope = config.qk_nope_head_dim, config.head_dim
+        self.value = config.v_head_dim
         q_width = heads * (self.nope + self.rope)
         self.has_q_latent = config.q_lora_rank is not None
         if config.q_lora_rank is None:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torchtitan_lite.models.config import ModelConfig
 from torchtitan_lite.models.layers import ACTIVATIONS, MLP
 from torchtitan_lite.ops.grouped import ALIGNMENT, align_blocks, best_kernel, grouped_linear
-from torchtitan_lite.ops.permute import combine_rows, gather_rows
+from torchtitan_lite.ops.permute import combine_rows, gather_rows, take_rows
 
 
 @dataclass
@@ -174,8 +174,8 @@ class Experts(nn.Module):
         if kernel == "grouped" and rows.device.type != "cpu":
             multiple = ALIGNMENT // rows.dtype.itemsize
             lengths, places, size = align_blocks(counts, rows.shape[0], multiple)
-            padded = rows.new_zeros(size, rows.shape[1]).index_copy(0, places, rows)
-            return self._multiply(padded, lengths, kernel)[places]
+            padded = rows.new_zeros(size, rows.shape[1]).index_copy_(0, places, rows)
+            return take_rows(self._multiply(padded, lengths, kernel), places)
         return self._multiply(rows, counts, kernel)
 
     def _multiply(self, rows: Tensor, counts: Tensor, kernel: str) -> Tensor:

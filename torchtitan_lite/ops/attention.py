@@ -61,6 +61,14 @@ def best_kernel(device: torch.device, dtype: torch.dtype, width: int, *, masked:
     return "flash" if torch.cuda.get_device_capability(device) >= (8, 0) else "efficient"
 
 
+def sdpa_shares_heads(device: torch.device, dtype: torch.dtype, *, masked: bool) -> bool:
+    """Whether a fused kernel of torch's sdpa takes fewer KV heads than heads of queries.
+
+    On every CUDA device flash attention alone does. Where none does, sdpa computes all scores.
+    """
+    return device.type != "cuda" or (dtype != torch.float32 and not masked)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -175,7 +183,7 @@ def _flash_backward(
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Pair:
-    k, v, bias = _per_head(k, q), _per_head(v, q), _aligned(rule.bias, q, k)
+    k, v, bias = per_head(k, q), per_head(v, q), _aligned(rule.bias, q, k)
     op = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse, _, _ = op(q, k, v, bias, True, 0.0, rule.causal, scale=rule.scale)
     return out, lse[..., : q.shape[2]]
@@ -192,13 +200,13 @@ def _efficient_backward(
     op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is none
     tail = (0.0, (True, True, True, False), rule.causal)
-    k, v = _per_head(k, q), _per_head(v, q)
+    k, v = per_head(k, q), per_head(v, q)
     dq, dk, dv, _ = op(grad, q, k, v, bias, out, lse, seed, seed, *tail, scale=rule.scale)
     dk, dv = (t.unflatten(1, (kv_heads, -1)).sum(2) for t in (dk, dv))
     return dq, dk, dv
 
 
-def _per_head(t: Tensor, q: Tensor) -> Tensor:
+def per_head(t: Tensor, q: Tensor) -> Tensor:
     """(batch, kv_heads, keys, width) -> (batch, heads, keys, width)."""
     return t.repeat_interleave(q.shape[1] // t.shape[1], dim=1)
 
@@ -207,7 +215,8 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """(batch, heads, queries, keys), rows that begin at multiples of BIAS_MULTIPLE elements."""
     if bias is None:
         return None
-    bias = F.pad(bias, (0, -k.shape[2] % BIAS_MULTIPLE))[..., : k.shape[2]]
+    if missing := -k.shape[2] % BIAS_MULTIPLE:
+        bias = F.pad(bias, (0, missing))[..., : k.shape[2]]
     return bias.expand(q.shape[0], q.shape[1], -1, -1)
 
 

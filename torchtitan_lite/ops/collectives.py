@@ -15,6 +15,8 @@ same thing, each already holds the whole gradient, and takes its slice (`grad_is
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,22 +32,23 @@ _scatter_single = getattr(funcol, "reduce_scatter_single", None) or funcol.reduc
 
 def all_gather(x: Tensor, *, dim: int, group: ProcessGroup, grad_is_partial: bool) -> Tensor:
     """Concatenate the ranks' x along `dim`."""
-    return _AllGather.apply(x, dim, group, grad_is_partial)
+    back = scatter_sum if grad_is_partial else _own_slice
+    return conjugate(x, gather, back, dim=dim, group=group)
 
 
 def reduce_scatter(x: Tensor, *, dim: int, group: ProcessGroup) -> Tensor:
     """Sum the ranks' x and keep this rank's slice of `dim`, which the group must divide."""
-    return _ReduceScatter.apply(x, dim, group)
+    return conjugate(x, scatter_sum, gather, dim=dim, group=group)
 
 
 def copy_to_ranks(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """x itself, which every rank holds; the ranks' gradients are summed."""
-    return _CopyToRanks.apply(x, group)
+    return conjugate(x, _same, _sum, group=group)
 
 
 def all_reduce(x: Tensor, *, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' x; each rank then holds the whole gradient already."""
-    return _AllReduce.apply(x, group)
+    return conjugate(x, _sum, _same, group=group)
 
 
 def keep_slice(x: Tensor, *, dim: int, group: ProcessGroup) -> Tensor:
@@ -53,7 +56,7 @@ def keep_slice(x: Tensor, *, dim: int, group: ProcessGroup) -> Tensor:
 
     Each rank then holds the whole gradient of x.
     """
-    return _KeepSlice.apply(x, dim, group)
+    return conjugate(x, _own_slice, gather, dim=dim, group=group)
 
 
 def all_to_all(x: Tensor, *, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
@@ -61,92 +64,55 @@ def all_to_all(x: Tensor, *, send: list[int], receive: list[int], group: Process
 
     What this rank sends to another is what that one receives from it; any number may be 0.
     """
-    return _AllToAll.apply(x, send, receive, group)
+    there = partial(_exchange, send=send, receive=receive)
+    back = partial(_exchange, send=receive, receive=send)
+    return conjugate(x, there, back, group=group)
+
+
+def conjugate(
+    x: Tensor, there: Callable[..., Tensor], back: Callable[..., Tensor], **options: Any
+) -> Tensor:
+    """there(x, **options), whose gradient comes back by back(gradient, **options)."""
+    return _Conjugate.apply(x, partial(there, **options), partial(back, **options))
+
+
+class _Conjugate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+# --- outside of autograd ------------------------------------------------------------------------
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """all_gather outside of autograd."""
+    """The ranks' x, one behind the other along `dim`."""
     return funcol.wait_tensor(_gather_single(x.contiguous(), dim, group))
 
 
 def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """reduce_scatter outside of autograd."""
+    """This rank's slice of `dim` of the sum of the ranks' x."""
     return funcol.wait_tensor(_scatter_single(x.contiguous(), "sum", dim, group))
+
+
+def _same(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
 
 
+def _own_slice(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
 def _exchange(x: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
     return funcol.wait_tensor(funcol.all_to_all_single(x.contiguous(), receive, send, group))
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, partial: bool) -> Tensor:
-        ctx.dim, ctx.group, ctx.partial = dim, group, partial
-        return gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.partial:
-            return scatter_sum(grad, ctx.dim, ctx.group), None, None, None
-        mine = grad.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)]
-        return mine.contiguous(), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return scatter_sum(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _CopyToRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grad, ctx.group), None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
-
-
-class _KeepSlice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather(grad, ctx.dim, ctx.group), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, send: list[int], receive: list[int], group: ProcessGroup
-    ) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _exchange(x, send, receive, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None

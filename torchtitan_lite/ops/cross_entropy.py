@@ -120,11 +120,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # A vector of one, not a scalar: a bf16 tensor times a 0-dim fp32 tensor would round the
         # scale (1 / number of tokens) to bf16, a constant error in every gradient below.
         scale = grad_sums[:1]
-        scaled_x, scaled_weight = (
-            torch.empty_like(grad_x),
-            torch.empty_like(grad_weight, dtype=ctx.weight_dtype),
-        )
         # Not in place: zero-bubble schedules run this node twice.
+        scaled_x = torch.empty_like(grad_x)
+        scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_x, scale, out=scaled_x)
         torch.mul(grad_weight, scale, out=scaled_weight)
         return scaled_x, scaled_weight, *[None] * 7

@@ -16,6 +16,8 @@ The recipes are told in precision/float8.py. Proven in tests/ops/test_kernels.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,21 +91,13 @@ def _cast_blocks(
     powers_of_two: bool,
     amax: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    rule: dict[str, Any] = {"powers_of_two": powers_of_two, "amax": amax}
     if not _has_float8(x):
-        values, scale = cast_blocks_reference(
-            x, dtype, (height, width), powers_of_two=powers_of_two, amax=amax
-        )
+        values, scale = cast_blocks_reference(x, dtype, (height, width), **rule)
         return values.contiguous(), scale.contiguous()
     from torchtitan_lite.ops import kernels
 
-    return kernels.cast_blocks(
-        x,
-        dtype,
-        (height, width),
-        powers_of_two=powers_of_two,
-        amax=amax,
-        smallest_amax=SMALLEST_AMAX,
-    )
+    return kernels.cast_blocks(x, dtype, (height, width), **rule, smallest_amax=SMALLEST_AMAX)
 
 
 @_cast_blocks.register_fake

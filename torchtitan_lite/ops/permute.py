@@ -56,6 +56,24 @@ def combine_rows_reference(rows: Tensor, order: Tensor, weights: Tensor) -> Tens
     return (weights[:, None].type_as(pairs) @ pairs).squeeze(1)
 
 
+def take_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """rows[places], no two places alike: then no row's gradient is a sum, to be sorted for."""
+    return _Take.apply(rows, places)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_rows = rows.shape[0]
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.num_rows, grad.shape[1]).index_copy_(0, places, grad), None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:

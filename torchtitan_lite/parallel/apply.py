@@ -41,17 +41,14 @@ def parallelize(part: Decoder, mesh: ParallelMesh, config: Config) -> None:
         part.tie_weights()  # the plan replaced both weights
     if mesh.degrees.ep > 1:
         apply_expert_parallel(part, mesh.ep)
+    method = config.parallelism.context_parallel_method
     if mesh.degrees.cp > 1:
-        apply_context_parallel(
-            part,
-            mesh.cp,
-            order=order_of_rows(config),
-            method=config.parallelism.context_parallel_method,
-        )
+        apply_context_parallel(part, mesh.cp, order=order_of_rows(config), method=method)
     apply_activation_checkpointing(
         part,
         mode=config.activation_checkpoint.mode,
         selective_option=config.activation_checkpoint.selective_ac_option,
+        attention_in_pieces=mesh.degrees.cp > 1 and method != "ulysses",
     )
     if config.compile.enable:
         schedule = config.parallelism.pipeline_parallel_schedule

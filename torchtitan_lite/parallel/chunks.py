@@ -65,15 +65,22 @@ def order_of_rows(config: Config) -> Order:
     return Order(parallelism.context_parallel_degree, balanced)
 
 
+@dataclass
 class Stretch:
     """Chunks that a chunk of queries attends to at once.
 
     They lie at places [first, stop) among the chunks held. `causal`: it is the queries' own.
     """
 
-    def __init__(self, first: int, *, causal: bool = False, mask: Tensor | None = None) -> None:
-        self.first, self.stop = first, first + 1
-        self.causal, self.mask = causal, mask  # (batch or 1, 1, length, length) bool
+    first: int
+    stop: int
+    causal: bool
+    mask: Tensor | None  # (batch or 1, 1, length, length) bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all queries see all of it."""
+        return not self.causal and self.mask is None
 
 
 class Sight:
@@ -84,11 +91,11 @@ class Sight:
     """
 
     def __init__(self, row_mask: RowMask, window: int | None, num_chunks: int) -> None:
-        self.length, self.window = row_mask.num_keys // num_chunks, window
-        self.device, self.documents = row_mask.device, row_mask.documents  # (batch or 1, seq)
+        self.row_mask, self.window = row_mask, window
+        self.length = row_mask.num_keys // num_chunks
         self.edges: list[list[list[int]]] = []  # (batch or 1, chunk, 2)
-        if self.documents is not None:
-            chunks = self.documents.unflatten(1, (num_chunks, self.length))
+        if row_mask.documents is not None:
+            chunks = row_mask.documents.unflatten(1, (num_chunks, self.length))
             self.edges = row_mask.form("edges", lambda: chunks[..., [0, -1]].tolist())
 
     def stretches(self, query: int, held: Sequence[int]) -> list[Stretch]:
@@ -97,19 +104,12 @@ class Sight:
         for place, key in enumerate(held):
             if not self._sees_any(query, key):
                 continue
-            if not self._sees_all(query, key):
-                found.append(Stretch(place, mask=self._mask(query, key)))
-            elif query == key:
-                found.append(Stretch(place, causal=True))
-            elif (
-                found
-                and found[-1].stop == place
-                and not found[-1].causal
-                and found[-1].mask is None
-            ):
+            mask = None if self._sees_all(query, key) else self._mask(query, key)
+            new = Stretch(place, place + 1, causal=mask is None and query == key, mask=mask)
+            if found and found[-1].stop == place and found[-1].is_whole and new.is_whole:
                 found[-1].stop += 1
             else:
-                found.append(Stretch(place))
+                found.append(new)
         return found
 
     def _sees_any(self, query: int, key: int) -> bool:
@@ -125,12 +125,5 @@ class Sight:
         return near and all(row[key][0] == row[query][1] for row in self.edges)
 
     def _mask(self, query: int, key: int) -> Tensor:
-        places = torch.arange(self.length, device=self.device)
-        distance = (query - key) * self.length + places[:, None] - places
-        mask = (distance >= 0)[None]  # (1, queries, keys)
-        if self.window is not None:
-            mask = mask & (distance < self.window)
-        if self.documents is not None:
-            pieces = self.documents.split(self.length, dim=1)
-            mask = mask & (pieces[query][:, :, None] == pieces[key][:, None])
-        return mask[:, None]
+        queries, keys = (slice(c * self.length, (c + 1) * self.length) for c in (query, key))
+        return self.row_mask.between(queries, keys, self.window)

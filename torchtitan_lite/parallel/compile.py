@@ -141,33 +141,26 @@ def _pieces(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _compile(module: nn.Module, name: str, graphs: Graphs) -> None:
     forward: Any = module.forward
-    if not _is_recomputed(forward):
-        module.forward = CompiledForward(name, forward, graphs)
-        return
-    # As activation.py leaves it.
-    (compute,), options = forward.args, forward.keywords
-    if not isinstance(options["context_fn"]()[0], TorchDispatchMode):
-        compiled = CompiledForward(name, compute, graphs)
-        module.forward = partial(checkpoint, compiled, **options)
-        return
-
-    def modes() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """The choice of operators alone: a layer that is captured whole has no router."""
-        kept, again = options["context_fn"]()
-        return kept, again.context
-
-    captured = partial(checkpoint, compute, **{**options, "context_fn": modes})
-    module.forward = CompiledForward(name, captured, graphs)
+    if _is_recomputed(forward):  # as activation.py leaves it
+        (compute,), options = forward.args, forward.keywords
+        _, choose = options["context_fn"].args
+        if not isinstance(choose()[0], TorchDispatchMode):
+            compiled = CompiledForward(name, compute, graphs)
+            module.forward = partial(checkpoint, compiled, **options)
+            return
+        # The choice of operators alone: a layer that is captured whole has no router.
+        forward = partial(checkpoint, compute, **{**options, "context_fn": choose})
+    module.forward = CompiledForward(name, forward, graphs)
 
 
 class CompiledParts:
     """What was compiled in this rank's parts of a model, for the log and the metrics."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
-        modules = [module for part in parts for module in part.modules()]
-        forwards = [_innermost(module.forward) for module in modules]
-        self.pieces = [f for f in forwards if isinstance(f, CompiledForward)]
-        self._made_at_first: int | None = None
+        forwards: list[Any] = [module.forward for part in parts for module in part.modules()]
+        within = [f.args[0] if _is_recomputed(f) else f for f in forwards]
+        self.pieces = [f for f in within if isinstance(f, CompiledForward)]
+        self._made_at_first = 0
 
     @property
     def num_graphs(self) -> int:
@@ -177,7 +170,7 @@ class CompiledParts:
     @property
     def recompilations(self) -> int:
         """Graphs made since the first step."""
-        return self.num_graphs - (self._made_at_first or 0)
+        return self.num_graphs - self._made_at_first
 
     def after_first_step(self) -> tuple[str, str]:
         """To be called once: what was compiled, and a warning of what ran without a graph or ""."""
@@ -201,11 +194,6 @@ class CompiledParts:
             logger.info(line)
             if warning:
                 logger.warning(warning)
-
-
-def _innermost(forward: Any) -> Any:
-    """Without the recomputation around it."""
-    return forward.args[0] if _is_recomputed(forward) else forward
 
 
 def _is_recomputed(forward: Any) -> bool:

@@ -28,7 +28,7 @@ Proven in tests/parallel/test_context.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,10 +56,6 @@ class Share:
     scale: float
 
     @property
-    def size(self) -> int:
-        return self.order.size
-
-    @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
@@ -76,7 +72,7 @@ class Share:
 
     def attend_backward(
         self,
-        grads: tuple[Tensor, Tensor, Tensor],
+        grads: Sequence[Tensor],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -110,8 +106,16 @@ class Share:
         return {"mask": stretch.mask, "causal": stretch.causal, "scale": self.scale}
 
 
-def _kept(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: Share, found: list[Any]) -> Tensor:
+Round = tuple[Tensor, Tensor, Sequence[int]]  # keys, values, and the chunks that they are of
+
+
+def _attended(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: Share, rounds: Iterable[Round]
+) -> Tensor:
     """The chunks' results as one, in the dtype of q; kept for backward with what is the rank's."""
+    found: list[Any] = [None, None]
+    for keys, values, held in rounds:
+        share.attend(found, q, keys, values, held)
     outs, sums = zip(*found, strict=True)
     out, lse = torch.cat(outs, dim=SEQ).type_as(q), torch.cat(sums, dim=SEQ)
     ctx.save_for_backward(q, k, v, out, lse)
@@ -122,10 +126,7 @@ def _kept(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: Share, found: list[A
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
-        found: list[Any] = [None, None]
-        for keys, values, held in _round(k, v, share):
-            share.attend(found, q, keys, values, held)
-        return _kept(ctx, q, k, v, share, found)
+        return _attended(ctx, q, k, v, share, _rounds(k, v, share))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,7 +134,7 @@ class _Ring(torch.autograd.Function):
         share: Share = ctx.share
         grad_q, home = _zeros(q), (_zeros(k), _zeros(v))
         behind: Callable[[], tuple[Tensor, ...]] = tuple  # gradients, one rank behind; none yet
-        for step, (keys, values, held) in enumerate(_round(k, v, share)):
+        for step, (keys, values, held) in enumerate(_rounds(k, v, share)):
             of_kv = home if step == 0 else (_zeros(k), _zeros(v))
             share.attend_backward(
                 (grad_q, *of_kv), q, keys, values, held, grad=grad, out=out, lse=lse
@@ -150,15 +151,15 @@ def _add(sums: Sequence[Tensor], more: Sequence[Tensor]) -> None:
         mine += theirs
 
 
-def _round(k: Tensor, v: Tensor, share: Share) -> Iterator[tuple[Tensor, Tensor, Sequence[int]]]:
-    """The keys and values of each rank and the chunks they are of, its own first.
+def _rounds(k: Tensor, v: Tensor, share: Share) -> Iterator[Round]:
+    """The keys and values of each rank, its own first.
 
     The next ones travel while the caller computes with those it has.
     """
-    for step in range(share.size):
-        is_last = step == share.size - 1
+    for step in range(share.order.size):
+        is_last = step == share.order.size - 1
         arriving = None if is_last else _pass_on((k, v), share.group)
-        yield k, v, share.order.chunks((share.rank - step) % share.size)
+        yield k, v, share.order.chunks((share.rank - step) % share.order.size)
         if arriving is not None:
             k, v = arriving()
 
@@ -185,39 +186,28 @@ def _pass_on(tensors: Sequence[Tensor], group: ProcessGroup) -> Callable[[], tup
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
-        found: list[Any] = [None, None]
-        keys, values = _gathered(k, v, share)
-        share.attend(found, q, keys, values, range(share.order.num_chunks))
-        return _kept(ctx, q, k, v, share, found)
+        return _attended(ctx, q, k, v, share, [_gathered(k, v, share)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         share: Share = ctx.share
-        keys, values = _gathered(k, v, share)
+        keys, values, held = _gathered(k, v, share)
         grad_q, grad_kv = _zeros(q), _zeros(torch.cat((keys, values), dim=-1))
-        grad_k, grad_v = grad_kv.split([k.shape[-1], v.shape[-1]], dim=-1)
-        share.attend_backward(
-            (grad_q, grad_k, grad_v),
-            q,
-            keys,
-            values,
-            range(share.order.num_chunks),
-            grad=grad,
-            out=out,
-            lse=lse,
-        )
-        parts = [share.order.take(grad_kv, rank, SEQ) for rank in range(share.size)]
+        widths = [k.shape[-1], v.shape[-1]]
+        grads = (grad_q, *grad_kv.split(widths, dim=-1))
+        share.attend_backward(grads, q, keys, values, held, grad=grad, out=out, lse=lse)
+        parts = [share.order.take(grad_kv, rank, SEQ) for rank in range(share.order.size)]
         own = scatter_sum(torch.cat(parts), 0, share.group)
-        grad_k, grad_v = own.split([k.shape[-1], v.shape[-1]], dim=-1)
+        grad_k, grad_v = own.split(widths, dim=-1)
         return grad_q.type_as(q), grad_k.type_as(k), grad_v.type_as(v), None
 
 
-def _gathered(k: Tensor, v: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+def _gathered(k: Tensor, v: Tensor, share: Share) -> Round:
     """Keys and values of whole rows, from one collective."""
-    parts = gather(torch.cat((k, v), dim=-1), 0, share.group).chunk(share.size)
+    parts = gather(torch.cat((k, v), dim=-1), 0, share.group).chunk(share.order.size)
     row = share.order.join(parts, SEQ)
-    return row[..., : k.shape[-1]], row[..., k.shape[-1] :]
+    return row[..., : k.shape[-1]], row[..., k.shape[-1] :], range(share.order.num_chunks)
 
 
 def _zeros(like: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_lite.models.moe import Experts
 from torchtitan_lite.ops.collectives import all_to_all
+from torchtitan_lite.ops.permute import take_rows
 from torchtitan_lite.parallel.parameters import compute_on_local_shards, distribute
 
 
@@ -59,8 +60,8 @@ class ExpertParallel(ParallelStyle):
             rows = all_to_all(rows, send=send, receive=receive, group=group)
             received = received.view(size, -1)  # (ep, experts / ep)
             places = by_expert(received, sum(receive))
-            rows = torch.empty_like(rows).index_copy(0, places, rows)
-            rows = compute(rows, received.sum(0)).index_select(0, places)
+            rows = torch.empty_like(rows).index_copy_(0, places, rows)
+            rows = take_rows(compute(rows, received.sum(0)), places)
             return all_to_all(rows, send=receive, receive=send, group=group)
 
         module.forward = compute_where_they_live  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -43,9 +44,7 @@ def balanced_stages(costs: list[float], num_stages: int, *, last: float) -> list
     front, where 1F1B keeps the most micro-batches in flight.
     """
     num_layers = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
+    prefix = [0.0, *accumulate(costs)]
 
     @cache
     def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
@@ -61,7 +60,7 @@ def balanced_stages(costs: list[float], num_stages: int, *, last: float) -> list
         return min(cuts)
 
     ends = best(0, 0)[2]
-    return [list(range(a, b)) for a, b in zip((0, *ends), ends, strict=False)]
+    return [list(range(a, b)) for a, b in pairwise((0, *ends))]
 
 
 def stages_of_rank(schedule: str, *, pp_rank: int, pp_degree: int, num_stages: int) -> list[int]:
@@ -100,7 +99,6 @@ class Pipeline:
         self.group = group
         self.device = device
         self.activation = activation
-        self.has_first = 0 in stages
         self.has_last = num_stages - 1 in stages
         self._runner: Any = None
         self._shape: tuple[int, ...] = ()
@@ -126,7 +124,7 @@ class Pipeline:
         if shape != self._shape:
             self._runner, self._shape = self._build_runner(*shape, loss_fn), shape
         self._runner.step(
-            *((tokens,) if self.has_first else ()),
+            *((tokens,) if 0 in self.stages else ()),
             target=labels if self.has_last else None,
             losses=[] if self.has_last else None,
             return_outputs=False,
@@ -152,11 +150,7 @@ class Pipeline:
         x, positions = tokens, _positions(tokens) if positions is None else positions
         for index, module in self.stages.items():
             if index > 0 and index - 1 not in self.stages:
-                x = torch.empty(
-                    self._hidden_shape(*tokens.shape),
-                    dtype=self.activation[1],
-                    device=self.device,
-                )
+                x = self._hidden(*tokens.shape, device=self.device)
                 dist.recv(x, src=self._rank_of(index - 1), group=self.group)
             x = module(x, positions=positions, labels=labels)
             if index == self.num_stages - 1:
@@ -173,21 +167,16 @@ class Pipeline:
         )
         return dist.get_global_rank(self.group, [stage in stages for stages in held].index(True))
 
-    def _hidden_shape(self, rows: int, seq_len: int) -> tuple[int, int, int]:
-        """What travels between stages: (rows, seq, hidden), or (rows, seq / tp, hidden) with SP."""
-        hidden_size, _, cut = self.activation
-        return rows, seq_len // cut, hidden_size
+    def _hidden(self, rows: int, seq_len: int, *, device: torch.device | str) -> Tensor:
+        """Like what travels between stages: (rows, seq, hidden), or (rows, seq / tp, hidden)."""
+        hidden_size, dtype, cut = self.activation
+        return torch.empty(rows, seq_len // cut, hidden_size, dtype=dtype, device=device)
 
     def _build_runner(
         self, rows: int, seq_len: int, num_micro_batches: int, loss_fn: Callable[..., Tensor]
     ) -> Any:
         """A schedule over fresh PipelineStages of static shape around the same modules."""
-        hidden = torch.empty(
-            self._hidden_shape(rows, seq_len),
-            dtype=self.activation[1],
-            device="meta",
-            requires_grad=True,
-        )
+        hidden = self._hidden(rows, seq_len, device="meta").requires_grad_()
         tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
         sums = torch.empty(3, device="meta", requires_grad=True)
         stages = [

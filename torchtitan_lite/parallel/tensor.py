@@ -216,18 +216,14 @@ class SliceOfSequence(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.sequence_parallel:
             return module
-        group, size, rank = (
-            device_mesh.get_group(),
-            device_mesh.size(),
-            device_mesh.get_local_rank(),
-        )
-        compute = module.forward
+        group, compute = device_mesh.get_group(), module.forward
+        size, rank = device_mesh.size(), device_mesh.get_local_rank()
 
         def compute_slice(x: Tensor) -> Tensor:
             seq = x.shape[SEQUENCE_DIM]
             length = -(-seq // size)
             num_own = min(max(seq - rank * length, 0), length)
-            whole = F.pad(x, (0, 0, 0, length * size - seq))
+            whole = F.pad(x, (0, 0, 0, length * size - seq)) if seq % size else x
             own = keep_slice(whole, dim=SEQUENCE_DIM, group=group)[:, :num_own]
             out = F.pad(compute(own), (0, 0, 0, length - num_own))  # (batch, length, hidden)
             out = all_gather(out, dim=SEQUENCE_DIM, group=group, grad_is_partial=False)
@@ -282,8 +278,7 @@ class PositionEmbedding(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute(module, device_mesh, Replicate())
-        compute_on_local_shards(module, sees_part=self.sequence_parallel)
+        Replicated(sees_part=self.sequence_parallel)._apply(module, device_mesh)
         if self.sequence_parallel:
             size, rank = device_mesh.size(), device_mesh.get_local_rank()
             # positions (1 or batch, seq) -> (1 or batch, seq / tp)

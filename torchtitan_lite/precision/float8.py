@@ -48,6 +48,7 @@ from torchtitan_lite.device import has_triton
 from torchtitan_lite.ops.float8 import WIDTH, Block, cast_blocks, expand_blocks, scaled_matmul
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCALE_BYTES = 4
 ALIGNMENT = 16  # kernels take matrices whose rows are multiples of 16 bytes
 
 
@@ -105,19 +106,21 @@ def cast(
     return Scaled(values, scale, (block[0] or x.shape[0], block[1] or x.shape[1]))
 
 
-def cast_both_ways(
-    x: Tensor,
-    dtype: torch.dtype,
-    block: Block,
-    *,
-    powers_of_two: bool,
-    amax: Tensor | None = None,
-) -> tuple[Scaled, Scaled]:
-    """x and its transpose, each with rows of its own; square blocks are the same either way."""
-    scaled = cast(x, dtype, block, powers_of_two=powers_of_two, amax=amax)
-    if block[0] == block[1]:
-        return scaled, scaled.t
-    return scaled, cast(x.t(), dtype, block, powers_of_two=powers_of_two)
+def to_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x: (..., columns) -> (..., columns + 4): each row in float8, and behind it its scale.
+
+    As uint8, since gloo knows no float8. A cast of what arrives changes no digit, whatever block it
+    has, as powers of two scale the rows.
+    """
+    scaled = cast(x.flatten(0, -2), dtype, (1, 0), powers_of_two=True)
+    both = torch.cat((scaled.values.view(torch.uint8), scaled.scale.view(torch.uint8)), dim=1)
+    return both.unflatten(0, x.shape[:-1])
+
+
+def from_bytes(sent: Tensor, dtype: torch.dtype, *, into: torch.dtype) -> Tensor:
+    """The numbers that to_bytes was given, rounded to `dtype`; in bf16 or fp32, which hold them."""
+    values, scale = sent[..., :-SCALE_BYTES], sent[..., -SCALE_BYTES:].contiguous()
+    return values.view(dtype).to(into) * scale.view(torch.float32).to(into)
 
 
 def multiply(a: Scaled, b: Scaled, *, dtype: torch.dtype, emulate: bool) -> Tensor:
@@ -131,18 +134,20 @@ def multiply(a: Scaled, b: Scaled, *, dtype: torch.dtype, emulate: bool) -> Tens
     if of_pieces and has_triton(a.values.device.type):
         return scaled_matmul(a.values, a.scale, b.values, b.scale, b.block[0], dtype)
     num_columns = b.values.shape[0]
-    left, right = _aligned(a.values), _aligned(b.values)
-    right = F.pad(right.view(torch.uint8), (0, 0, 0, -num_columns % ALIGNMENT)).view(right.dtype)
+    missing = -num_columns % ALIGNMENT
+    left, right = _aligned(a.values), _aligned(b.values, more_rows=missing)
     scale_a, scale_b = a.scale.reshape(-1, 1), b.scale.reshape(1, -1)  # one each, or one a row
-    if scale_b.numel() > 1:
-        scale_b = F.pad(scale_b, (0, -num_columns % ALIGNMENT))
+    if missing and scale_b.numel() > 1:
+        scale_b = F.pad(scale_b, (0, missing))
     out = torch._scaled_mm(
         left, right.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=dtype
     )  # without fast accumulation, which sums in fewer bits
     return out[:, :num_columns]
 
 
-def _aligned(values: Tensor) -> Tensor:
+def _aligned(values: Tensor, *, more_rows: int = 0) -> Tensor:
     """Row-major, and filled up with zeros, which are zeros byte by byte, to whole 16 bytes."""
-    byte = values.contiguous().view(torch.uint8)
-    return F.pad(byte, (0, -byte.shape[1] % ALIGNMENT)).view(values.dtype)
+    values, missing = values.contiguous(), -values.shape[1] % ALIGNMENT
+    if not missing and not more_rows:
+        return values  # padded by nothing, it would be a copy
+    return F.pad(values.view(torch.uint8), (0, missing, 0, more_rows)).view(values.dtype)

@@ -8,14 +8,15 @@ whatever block the recipe has, changes no digit. No scale is agreed on between r
 kept from one step for the next, where it could be stale. Gradients are reduced as ever.
 
 FSDP asks the local tensor of a parameter for two functions, and finds them here as attributes of
-it: parameter, optimizer and checkpoints have no other class to do with. Bytes are sent as uint8,
-since gloo knows no float8. Proven in tests/precision/test_meshes.py, the bytes counted.
+it: parameter, optimizer and checkpoints have no other class to do with.
+Proven in tests/precision/test_meshes.py, the bytes counted.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.config import Config
-from torchtitan_lite.precision.float8 import E4M3, cast
+from torchtitan_lite.precision.float8 import E4M3, from_bytes, to_bytes
 from torchtitan_lite.precision.linear import Float8Linear
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def gather_in_float8(model: nn.Module, config: Config, mesh: DeviceMesh) -> None
         if _is_cut_evenly(weight):
             assert isinstance(weight, DTensor)
             local: Any = weight._local_tensor  # the object that FSDP asks; to_local makes others
-            local.fsdp_pre_all_gather = _Sender(local)
+            # The same memory; a reference to `local` itself would be a circle.
+            local.fsdp_pre_all_gather = partial(send, local.detach())
             local.fsdp_post_all_gather = receive
 
 
@@ -65,26 +67,18 @@ def _is_cut_evenly(weight: Tensor) -> bool:
     return weight.shape[0] % math.prod(cuts) == 0
 
 
-class _Sender:
-    """What a rank sends of its rows: bytes (rows, in) and scales (rows,)."""
-
-    def __init__(self, local: Tensor) -> None:
-        self.rows = local.detach()  # the same memory; a reference to `local` would be a circle
-
-    def __call__(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, Tensor], None]:
-        rows = self.rows.to(mp_policy.param_dtype)
-        scaled = cast(rows, E4M3, (1, 0), powers_of_two=True)
-        return (scaled.values.view(torch.uint8), scaled.scale.flatten()), None
+def send(
+    rows: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+) -> tuple[tuple[Tensor], None]:
+    """What a rank sends of its rows (rows, in)."""
+    return (to_bytes(rows.to(mp_policy.param_dtype), E4M3),), None
 
 
 def receive(
-    outputs: tuple[Tensor, Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None
+    outputs: tuple[Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None
 ) -> tuple[Tensor, tuple[Tensor]] | None:
-    """Bytes (out, in) and scales (out,) of all ranks -> the weight in `dtype`, or into `out`."""
-    values, scale = outputs
-    whole = (values.view(E4M3).float() * scale[:, None]).to(dtype)
+    """What came of all ranks -> the weight (out, in) in `dtype`, or into `out`."""
+    whole = from_bytes(outputs[0], E4M3, into=dtype)
     if out is None:
         return whole, (whole,)
     with torch.no_grad():

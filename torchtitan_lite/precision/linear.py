@@ -37,7 +37,6 @@ from torchtitan_lite.precision.float8 import (
     RECIPES,
     Recipe,
     cast,
-    cast_both_ways,
     multiply,
 )
 
@@ -93,24 +92,23 @@ class _Product(torch.autograd.Function):
         amax_x, amax_w = largest(x, INPUT, *past), largest(weight, WEIGHT, *past)
         ctx.save_for_backward(x, weight, amax_x, amax_w)
         ctx.recipe, ctx.past = recipe, past
-        pow2 = recipe.powers_of_two
-        return multiply(
-            cast(x, E4M3, recipe.block, powers_of_two=pow2, amax=amax_x),
-            cast(weight, E4M3, recipe.weight_block, powers_of_two=pow2, amax=amax_w),
-            dtype=x.dtype,
-            emulate=recipe.emulate,
-        )
+        low = partial(cast, powers_of_two=recipe.powers_of_two)
+        rows = low(x, E4M3, recipe.block, amax=amax_x)
+        w = low(weight, E4M3, recipe.weight_block, amax=amax_w)
+        return multiply(rows, w, dtype=x.dtype, emulate=recipe.emulate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight, amax_x, amax_w), recipe = ctx.saved_tensors, ctx.recipe
-        pow2, emulate, block = recipe.powers_of_two, recipe.emulate, recipe.block
-        amax = largest(grad, GRADIENT, *ctx.past)
-        g, g_t = cast_both_ways(grad, recipe.gradient, block, powers_of_two=pow2, amax=amax)
-        w_t = cast(weight.t(), E4M3, recipe.weight_block, powers_of_two=pow2, amax=amax_w)
-        x_t = cast(x.t(), E4M3, block, powers_of_two=pow2, amax=amax_x)
-        dx = multiply(g, w_t, dtype=x.dtype, emulate=emulate)
-        return dx, multiply(g_t, x_t, dtype=weight.dtype, emulate=emulate), None, None, None
+        low, block = partial(cast, powers_of_two=recipe.powers_of_two), recipe.block
+        g = low(grad, recipe.gradient, block, amax=largest(grad, GRADIENT, *ctx.past))
+        # Square blocks are the same either way.
+        g_t = g.t if block[0] == block[1] else low(grad.t(), recipe.gradient, block)
+        w_t = low(weight.t(), E4M3, recipe.weight_block, amax=amax_w)
+        x_t = low(x.t(), E4M3, block, amax=amax_x)
+        dx = multiply(g, w_t, dtype=x.dtype, emulate=recipe.emulate)
+        dw = multiply(g_t, x_t, dtype=weight.dtype, emulate=recipe.emulate)
+        return dx, dw, None, None, None
 
 
 def apply_float8(model: nn.Module, config: Config) -> None:
