@@ -65,7 +65,7 @@ ROPE_TYPE = re.compile("llama3", re.IGNORECASE)
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_CODE_LINES = 10000
+MAX_PACKAGE_CODE_LINES = 9700
 
 HEAVY = {"transformers", "datasets", "tensorboard", "wandb", "matplotlib"}
 # What we import where it is not the distribution's own name: torch calls the one that is declared.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.parity.harness import (
     reference,
     run,
 )
+from tests.parity.test_resume import Listening
+from torchtitan_lite import device
 from torchtitan_lite.data.loader import Batch
 from torchtitan_lite.data.sources import IGNORE_LABEL, SyntheticRows
 from torchtitan_lite.optim.clip import gradient_norm
@@ -35,6 +38,24 @@ PAIRS = [Mesh(dp_shard=2), Mesh(tp=2), Mesh(pp=2)]
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def said_when_built(mesh: Mesh) -> list[str]:
+    """What rank 0 says while it builds a Trainer."""
+    return run(mesh, trainer=Listening, act=lambda trainer: trainer.said).returned[0]
+
+
+def test_ranks_on_different_kinds_of_devices_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's generator fills a tensor by as many threads as the device runs at once."""
+    drawn = "devices that differ draw different weights"
+    assert not any(drawn in line for line in said_when_built(PAIRS[0]))
+    monkeypatch.setattr(device, "device_name", lambda: f"NVIDIA H{int(os.environ['RANK']) + 1}00")
+    said = said_when_built(PAIRS[0])
+    assert any(line.endswith("on 2 x NVIDIA H100 or NVIDIA H200") for line in said)
+    assert any(drawn in line for line in said)
 
 
 # --- gradients that are not finite ---------------------------------------------------------------

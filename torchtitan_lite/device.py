@@ -91,6 +91,17 @@ def device_name() -> str:
     return str(torch.get_device_module(kind).get_device_name())
 
 
+def names_of_all_ranks() -> list[str]:
+    """What the ranks' devices are called, each name once; a collective of the world.
+
+    CUDA draws a tensor's numbers by as many threads as a device runs at once, so one seed gives
+    different numbers on different devices.
+    """
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, device_name())
+    return sorted(set(names))
+
+
 def backend(device_type: str, *, cpu_offload: bool = False) -> str:
     """The collective backend(s) for `init_process_group`.
 

@@ -86,7 +86,10 @@ class Trainer:
 
         degrees = Degrees.of(config)
         self.mesh = build_mesh(degrees, self.device.type, dist.get_rank())
-        logger.info(f"mesh {degrees} on {dist.get_world_size()} x {devices.device_name()}")
+        kinds = devices.names_of_all_ranks()
+        logger.info(f"mesh {degrees} on {dist.get_world_size()} x {' or '.join(kinds)}")
+        if len(kinds) > 1:
+            logger.warning("devices that differ draw different weights: begin from a checkpoint")
 
         self.model = build_model(config, model_config, self.mesh, self.device)
         self.compiled = CompiledParts(self.model.parts)
