@@ -218,5 +218,5 @@ def test_the_allocator_is_told_to_grow_its_blocks_unless_the_user_told_it_someth
         monkeypatch.delenv(name)
     for name, value in users.items():
         monkeypatch.setenv(name, value)
-    device.set_device(torch.device("cpu"))
+    device.let_blocks_grow()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == ours

@@ -50,7 +50,7 @@ def said_when_built(mesh: Mesh) -> list[str]:
 
 def test_ranks_on_different_kinds_of_devices_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's generator fills a tensor by as many threads as the device runs at once."""
-    drawn = "devices that differ draw different weights"
+    drawn = "devices of different kinds draw different weights"
     assert not any(drawn in line for line in said_when_built(PAIRS[0]))
     monkeypatch.setattr(device, "device_name", lambda: f"NVIDIA H{int(os.environ['RANK']) + 1}00")
     said = said_when_built(PAIRS[0])

@@ -37,6 +37,19 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETS_TRITON = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch
 
 
+def let_blocks_grow() -> None:
+    """Ask the allocator for blocks that grow, unless the user asked it for something.
+
+    Sizes differ from step to step (the tokens of an expert), and those of building from those of
+    training: such blocks leave no holes. Torch reads it when a device is first asked for anything.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+let_blocks_grow()
+
+
 def device_type() -> str:
     """The kind of device that this process trains on: "cuda", another accelerator's, or "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -59,11 +72,7 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def set_device(device: torch.device) -> None:
-    """Make `device` the current one of this process, before anything is allocated there."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Sizes differ from step to step (the tokens of an expert), and those of building from those
-        # of training: blocks that grow leave no holes. Read at the first allocation.
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    """Make `device` the current one of this process."""
     torch.get_device_module(device).set_device(device)
 
 

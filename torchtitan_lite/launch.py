@@ -20,6 +20,7 @@ from typing import NoReturn
 from torchtitan_lite.config import ConfigError
 
 USER_MISTAKE = 2
+MANY_FILES = 1 << 14  # a process of 1,000 ranks has a few thousand
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,9 +73,7 @@ def process_group(*, timeout_seconds: int = 300, cpu_offload: bool = False) -> I
     except ValueError as error:
         raise ConfigError(str(error)) from None
     backend = device.backend(kind, cpu_offload=cpu_offload)
-    # Each group of gloo has a socket for each rank; the usual limit is 1,024 files.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _allow_sockets()
     timeout = timedelta(seconds=timeout_seconds)
     if world_size() > 1:
         dist.init_process_group(backend, timeout=timeout)
@@ -88,7 +87,15 @@ def process_group(*, timeout_seconds: int = 300, cpu_offload: bool = False) -> I
     except BaseException:
         # NCCL's end waits for the other ranks, which know nothing of the error: its traceback
         # would come after they gave up, if at all.
-        if backend == "gloo":
+        if backend == "gloo" or world_size() == 1:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _allow_sockets() -> None:
+    """Each group of gloo has one for each rank, and the usual limit is 1,024 open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -89,7 +89,7 @@ class Trainer:
         kinds = devices.names_of_all_ranks()
         logger.info(f"mesh {degrees} on {dist.get_world_size()} x {' or '.join(kinds)}")
         if len(kinds) > 1:
-            logger.warning("devices that differ draw different weights: begin from a checkpoint")
+            logger.warning("devices of different kinds draw different weights: load a checkpoint")
 
         self.model = build_model(config, model_config, self.mesh, self.device)
         self.compiled = CompiledParts(self.model.parts)

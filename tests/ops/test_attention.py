@@ -310,13 +310,16 @@ def test_each_device_has_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert best_kernel(cuda, half, 64, masked=False) == "efficient"
 
 
-def test_on_cuda_heads_share_keys_in_flash_attention_alone() -> None:
-    """Which is of half precision, and without a mask."""
+def test_on_cuda_heads_share_keys_where_flash_attention_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half precision, without a mask, not too wide, on devices that have it."""
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    shared = {
-        (dtype, masked): sdpa_shares_heads(cuda, dtype, masked=masked)
-        for dtype in (torch.bfloat16, torch.float32)
-        for masked in (False, True)
-    }
-    assert [case for case, is_so in shared.items() if is_so] == [(torch.bfloat16, False)]
-    assert sdpa_shares_heads(cpu, torch.float32, masked=True)
+    half, single = torch.bfloat16, torch.float32
+    cases = [(dtype, width, masked) for dtype in (half, single) for width in (128, 264)
+             for masked in (False, True)]  # fmt: skip
+    shared = [case for case in cases if sdpa_shares_heads(cuda, *case[:2], masked=case[2])]
+    assert shared == [(half, 128, False)]
+    assert all(sdpa_shares_heads(cpu, *case[:2], masked=case[2]) for case in cases)
+    capability = (7, 5)
+    assert not sdpa_shares_heads(cuda, half, 128, masked=False)

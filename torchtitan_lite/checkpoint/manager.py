@@ -107,11 +107,17 @@ class CheckpointManager:
             use_async_staging=pinned,
             use_non_blocking_copy=pinned,
         )
-        self._stager = DefaultStager(self._staging_options)
+        self._stager = self._new_stager()
         self._writer_group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._writer = ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=device_of_this_thread()
         )
+
+    def _new_stager(self) -> DefaultStager:
+        stager = DefaultStager(self._staging_options)
+        if stager._staging_executor is not None:
+            stager._staging_executor.submit(device_of_this_thread()).result()
+        return stager
 
     def save(self, step: int, state: Mapping[str, Tensor], *, model_only: bool = False) -> None:
         """Save `state` as `step`; a whole one that this run wrote or began from is left as it is.
@@ -188,7 +194,7 @@ class CheckpointManager:
             if self._stager is not None:
                 if torch.__version__ < "2.13":  # whose stagers serve once
                     self._stager.close()
-                    self._stager = DefaultStager(self._staging_options)
+                    self._stager = self._new_stager()
                 if torch.accelerator.is_available():
                     # A pinned copy runs on its own stream and must not overtake the last update.
                     torch.accelerator.synchronize()

@@ -33,7 +33,7 @@ ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     ZERO_STAGE: (ZERO_STAGE_ALIAS, {"always": 3, "never": 2}),
     CONTEXT_METHOD: (ROTATE_METHOD, {"allgather": "allgather", "alltoall": "ring"}),
 }
-"""Keys that have another name, the name, and which of its values means which."""
+"""Of a key: its other name, and what each value of that means here."""
 
 
 def resolve(config: Config, world_size: int) -> None:

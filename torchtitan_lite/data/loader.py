@@ -43,7 +43,9 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """The same on `device`."""
-        return Batch._make(x.to(device) if isinstance(x, Tensor) else x for x in self)
+        return Batch._make(
+            x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for x in self
+        )
 
 
 @dataclass(eq=False)

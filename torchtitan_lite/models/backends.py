@@ -59,7 +59,8 @@ def attend(
         on_cpu = q.device.type == "cpu" and not isinstance(q, FakeTensor)
         if on_cpu and dtype == torch.bfloat16 and q.requires_grad:
             q, k, v = q.float(), k.float(), v.float()
-        if grouped and not sdpa_shares_heads(q.device, q.dtype, masked=mask is not None):
+        width, masked = max(q.shape[3], v.shape[3]), mask is not None
+        if grouped and not sdpa_shares_heads(q.device, q.dtype, width, masked=masked):
             k, v, grouped = per_head(k, q), per_head(v, q), False
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped, scale=scale

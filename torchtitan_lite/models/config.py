@@ -164,12 +164,10 @@ class ModelConfig:
         for field in fields(self):
             if field.type != "int":
                 continue
-            value = getattr(self, field.name)
-            if field.default == 0:  # there may be none of it
-                if value < 0:
-                    raise ValueError(f"{field.name} is {value}; it must be 0 or more")
-            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field.name} is {value!r}; it must be a positive integer")
+            value, least = getattr(self, field.name), 0 if field.default == 0 else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                what = "a positive integer" if least else "0 or more"  # 0: there is none of it
+                raise ValueError(f"{field.name} is {value!r}; it must be {what}")
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a number above 0")

@@ -61,12 +61,15 @@ def best_kernel(device: torch.device, dtype: torch.dtype, width: int, *, masked:
     return "flash" if torch.cuda.get_device_capability(device) >= (8, 0) else "efficient"
 
 
-def sdpa_shares_heads(device: torch.device, dtype: torch.dtype, *, masked: bool) -> bool:
-    """Whether a fused kernel of torch's sdpa takes fewer KV heads than heads of queries.
+def sdpa_shares_heads(
+    device: torch.device, dtype: torch.dtype, width: int, *, masked: bool
+) -> bool:
+    """Whether torch's sdpa has a fused kernel for fewer KV heads than heads of queries.
 
-    On every CUDA device flash attention alone does. Where none does, sdpa computes all scores.
+    On CUDA flash attention is one. Some devices have cuDNN's, too, where a copy is the price of not
+    counting on it; where there is none, sdpa computes all scores.
     """
-    return device.type != "cuda" or (dtype != torch.float32 and not masked)
+    return device.type != "cuda" or best_kernel(device, dtype, width, masked=masked) == "flash"
 
 
 def attend(

@@ -3,9 +3,10 @@
     none         keep everything
     full         keep a layer's input, recompute the rest
     selective n  "full" on every n-th layer
-    selective op keep fused attention (there is none with dropout of its weights), the reduced
-                 outputs, exchanged rows and every second matmul; recompute the rest. Attention
-                 that comes in pieces, each as large as the whole result (exchange.py), is not kept
+    selective op keep fused attention (there is none with dropout of its weights; flex in compiled
+                 layers alone), the reduced outputs, exchanged rows and every second matmul;
+                 recompute the rest. Attention that comes in pieces, each as large as the whole
+                 result (exchange.py), is not kept
     memory_budget the compiler of a layer chooses, by time and bytes (compile.py); nothing here
 
 The layer's `forward` is wrapped in place instead of the module, so no parameter changes its name.
@@ -45,7 +46,7 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.higher_order.flex_attention,
+    torch.ops.higher_order.flex_attention,  # in compiled layers; else it is its own graph
 }
 _COLLECTIVES = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
