@@ -223,9 +223,11 @@ class SliceOfSequence(ParallelStyle):
             seq = x.shape[SEQUENCE_DIM]
             length = -(-seq // size)
             num_own = min(max(seq - rank * length, 0), length)
+            # Padded by nothing, a tensor would be copied.
             whole = F.pad(x, (0, 0, 0, length * size - seq)) if seq % size else x
-            own = keep_slice(whole, dim=SEQUENCE_DIM, group=group)[:, :num_own]
-            out = F.pad(compute(own), (0, 0, 0, length - num_own))  # (batch, length, hidden)
+            out = compute(keep_slice(whole, dim=SEQUENCE_DIM, group=group)[:, :num_own])
+            if num_own < length:
+                out = F.pad(out, (0, 0, 0, length - num_own))  # (batch, length, hidden)
             out = all_gather(out, dim=SEQUENCE_DIM, group=group, grad_is_partial=False)
             return out[:, :seq]
 
